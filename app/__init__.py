@@ -1,0 +1,1 @@
+"""Driver, command line and job specs."""

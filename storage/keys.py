@@ -1,0 +1,51 @@
+"""Keys of everything a run stores, relative to `<storage>/<run>`."""
+
+EPOCHS = "catalog/epochs/"
+RECORDS = "catalog/records/"
+LAYERS = "layers/"
+PROBES = "catalog/probes/"
+
+
+def epoch_claim(epoch: int) -> str:
+    """Object whose exclusive creation claims `epoch`."""
+    return f"{EPOCHS}{epoch:08d}.json"
+
+
+def epoch_life(epoch: int) -> str:
+    """Object that `epoch` overwrites as long as it lives."""
+    return f"catalog/life/{epoch:08d}.json"
+
+
+def epoch_of(claim_key: str) -> int:
+    """Epoch number of a key made by `epoch_claim`."""
+    return int(claim_key.removeprefix(EPOCHS).removesuffix(".json"))
+
+
+def records_of(epoch: int) -> str:
+    """Prefix of the records of `epoch`."""
+    return f"{RECORDS}{epoch:08d}/"
+
+
+def record(epoch: int, seq: int) -> str:
+    """Record number `seq` of `epoch`; keys sort as (epoch, seq) does."""
+    return f"{records_of(epoch)}{seq:010d}.json"
+
+
+def probe(token: str) -> str:
+    """Object that start-up probes create, read and delete."""
+    return f"{PROBES}{token}"
+
+
+def version(layer: str, step: int, epoch: int, attempt: int) -> str:
+    """Prefix of one layer version."""
+    return f"{LAYERS}{layer}/{step:010d}/{epoch:08d}.{attempt:06d}/"
+
+
+def shard(layer: str, step: int, epoch: int, attempt: int, rank: int, world_size: int) -> str:
+    """Shard of one rank."""
+    return f"{version(layer, step, epoch, attempt)}{rank:05d}of{world_size:05d}.arrow"
+
+
+def manifest(layer: str, step: int, epoch: int, attempt: int) -> str:
+    """Manifest of a layer version, written last."""
+    return f"{version(layer, step, epoch, attempt)}manifest.json"

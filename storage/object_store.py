@@ -1,0 +1,63 @@
+"""Object stores: local disk, and S3 or S3-compatible. Keys are relative to the run's root and use `/`."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import pyarrow as pa
+
+from storage.options import StorageOptions
+
+
+class ObjectInfo(NamedTuple):
+    """One stored object."""
+
+    key: str
+    bytes: int
+
+
+class ObjectStore(Protocol):
+    """What the catalog, the writers and the readers need of a store. Thread-safe; every call blocks.
+
+    Every method raises `StoreError` (or one of its subclasses) when the store fails; transient failures have been
+    retried for a bounded time before that.
+    """
+
+    url: str
+
+    def open_writer(self, key: str) -> AbstractContextManager[pa.NativeFile]:
+        """Stream a new object. It becomes visible, durably, only when the block ends without an exception."""
+        ...
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        """Open for random access; raises `ObjectNotFoundError`."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """Whole content of a small object; raises `ObjectNotFoundError`."""
+        ...
+
+    def size(self, key: str) -> int:
+        """Size in bytes; raises `ObjectNotFoundError`."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write or replace a small object, atomically and durably."""
+        ...
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a small object that must not exist yet, atomically and durably; raises `ObjectExistsError`."""
+        ...
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose key starts with `prefix` (a folder ending in `/`, or empty), sorted by key."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is already gone is not an error."""
+        ...
+
+
+def open_object_store(options: StorageOptions, run: str) -> ObjectStore:
+    """Open the store of `<options.url>/<run>`. Checks nothing yet: see `storage.probe`."""
+    raise NotImplementedError

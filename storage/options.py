@@ -1,0 +1,133 @@
+"""Options of the store and of checkpointing, as they stand in the job spec."""
+
+from fractions import Fraction
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+
+class Options(BaseModel):
+    """Base of every section of the job spec: frozen, unknown keys refused, field docstrings kept."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class S3Options(Options):
+    """Connection to S3 or an S3-compatible server; leave it out to use the usual AWS chain."""
+
+    endpoint: str | None = None
+    """URL of an S3-compatible server, e.g. `http://10.0.0.5:7480`; null means AWS."""
+
+    region: str | None = None
+    """Region; null leaves it to the AWS configuration."""
+
+    access_key: SecretStr | None = None
+    """Access key; null means the AWS chain (environment, profile, instance role)."""
+
+    secret_key: SecretStr | None = None
+    """Secret key that belongs to `access_key`."""
+
+    @model_validator(mode="after")
+    def _keys_come_in_pairs(self) -> "S3Options":
+        if (self.access_key is None) != (self.secret_key is None):
+            raise ValueError("access_key and secret_key must be given together, or neither")
+        return self
+
+
+class StorageOptions(Options):
+    """Where runs are stored."""
+
+    url: str = "runs"
+    """Folder or `s3://bucket/prefix`; the run is stored in `<url>/<name>`."""
+
+    s3: S3Options = S3Options()
+    """Connection details when `url` is an `s3://` URL."""
+
+    allow_unsafe_create: bool = False
+    """Accept a store that ignores exclusive creation. Two drivers on one run can then destroy it."""
+
+
+def parse_write_budget(value: float | str) -> tuple[Literal["share", "bytes_per_s"], float]:
+    """Parse a write budget into its unit and amount.
+
+    Args:
+        value: a share of the full state per tick (`0.05`, `"1/22.6"`) or a rate (`"50 MB/s"`).
+
+    Raises:
+        ValueError: it is neither, or not positive, or a share above 1.
+    """
+    text = str(value).strip()
+    units = {"B/s": 1, "kB/s": 10**3, "MB/s": 10**6, "GB/s": 10**9}
+    for unit, scale in sorted(units.items(), key=lambda item: -len(item[0])):
+        if text.endswith(unit):
+            rate = float(text[: -len(unit)]) * scale
+            if not 0 < rate < float("inf"):
+                raise ValueError(f"a rate must be positive and finite, got {text!r}")
+            return "bytes_per_s", rate
+    numerator, _, denominator = text.partition("/")
+    try:
+        share = float(Fraction(numerator) / Fraction(denominator or 1))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f'expected a share such as 0.05 or "1/20", or a rate such as "50 MB/s", got {text!r}') from None
+    if not 0 < share <= 1:
+        raise ValueError(f"a share of the full state per tick must be above 0 and at most 1, got {text!r}")
+    return "share", share
+
+
+def _checked_write_budget(value: float | str) -> float | str:
+    parse_write_budget(value)
+    return value
+
+
+class CheckpointOptions(Options):
+    """What is persisted, when, and how stale a restored layer may be."""
+
+    mode: Literal["adaptive", "full"] = "adaptive"
+    """`adaptive`: layer by layer under the budget. `full`: every layer at every tick, recovery is exact."""
+
+    interval_steps: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps between two ticks (a tick measures deltas and may persist layers)."""
+
+    write_budget: Annotated[float | str, AfterValidator(_checked_write_budget)] = "1/20"
+    """Share of the full state written per tick (`0.05`, `"1/20"`), or a rate (`"50 MB/s"`). Unused in mode `full`."""
+
+    threshold: Annotated[float, Field(ge=0)] | None = None
+    """Persist a layer before its deadline only if its drift reaches this; null means no threshold."""
+
+    criterion: Literal["drift", "impact", "oldest"] = "impact"
+    """What ranks layers that are not yet due, per byte."""
+
+    staleness_bound_steps: Annotated[int, Field(ge=1)] = 50
+    """Largest age, in steps, of any layer in a restore point (S)."""
+
+    max_lag: Annotated[int, Field(ge=1)] = 10
+    """Largest number of steps that a failure may cost; training holds when storage falls further behind."""
+
+    reference_fraction: Annotated[float, Field(gt=0, le=1)] = 1 / 64
+    """Share of each slice that is kept on the device as the reference for deltas; 1 measures exactly."""
+
+    codec: Literal["raw"] = "raw"
+    """How payloads are encoded."""
+
+    keep_restore_points: Annotated[int, Field(ge=1)] = 3
+    """Newest restore points whose objects are kept."""
+
+    in_flight_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Largest number of bytes per node that are accepted but not yet durable; null: half the node's object store."""
+
+    drain_s: Annotated[float, Field(ge=0)] = 10.0
+    """Longest wait, after a failure, for uploads that were already accepted."""
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> "CheckpointOptions":
+        if self.max_lag < 2 * self.interval_steps:
+            raise ValueError(
+                f"max_lag must be at least 2 x interval_steps = {2 * self.interval_steps} "
+                f"(a decision is taken one tick and durable another tick later), got {self.max_lag}"
+            )
+        if self.mode == "adaptive" and self.staleness_bound_steps < 4 * self.interval_steps:
+            raise ValueError(
+                f"staleness_bound_steps must be at least 4 x interval_steps = {4 * self.interval_steps}, "
+                f"got {self.staleness_bound_steps}"
+            )
+        return self

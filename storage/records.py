@@ -1,0 +1,200 @@
+"""What the catalog stores, as JSON: epoch claims, manifests and records. Validated on reading, never executed."""
+
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from storage.errors import CorruptObjectError
+
+FORMAT_VERSION = 1
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+def digest_of(data: bytes) -> str:
+    """XXH3-128 of `data`, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class Stored(BaseModel):
+    """Base of everything stored as JSON: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_bytes(cls, key: str, data: bytes) -> "Self":  # noqa: F821, UP037
+        """Parse what `to_bytes` wrote.
+
+        Raises:
+            CorruptObjectError: `data` is not such a document; names `key`.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "document"
+            raise CorruptObjectError(f"{key}: {where}: {first['msg']}; restore the object or delete it") from error
+
+
+class ElementRange(Stored):
+    """Elements `[first, first + count)` of a flattened parameter."""
+
+    tensor: str
+    first: NonNegative
+    count: NonNegative
+
+
+class ShardRef(Stored):
+    """One stored shard: one rank's slice of one layer at one step."""
+
+    key: str
+    rank: NonNegative
+    bytes: NonNegative
+    digest: str
+    ranges: tuple[ElementRange, ...]
+
+
+class VersionId(Stored):
+    """Identity of a layer version. All its shards come from one decision, so from one attempt."""
+
+    layer: str
+    step: NonNegative
+    epoch: NonNegative
+    attempt: NonNegative
+
+
+class Manifest(Stored):
+    """Shards of all owners of one layer version."""
+
+    format_version: Literal[1] = 1
+    version: VersionId
+    world_size: Annotated[int, Field(ge=1)]
+    shards: tuple[ShardRef, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards together."""
+        return sum(shard.bytes for shard in self.shards)
+
+
+class VersionRef(Stored):
+    """What a restore point says of one layer. The base version has no manifest and costs no bytes."""
+
+    step: NonNegative
+    epoch: NonNegative = 0
+    attempt: NonNegative = 0
+    manifest_key: str | None = None
+    manifest_digest: str | None = None
+    bytes: NonNegative = 0
+
+
+BASE = VersionRef(step=0)
+
+
+class LayerFacts(Stored):
+    """Size of one layer's state, and whether it is trained at all."""
+
+    name: str
+    bytes: NonNegative
+    frozen: bool = False
+
+
+class BaseVersion(Stored):
+    """Where step 0 came from, and the hash of its content."""
+
+    source: str
+    digest: str
+
+
+class Totals(Stored):
+    """Counters of the whole run, over all epochs and attempts."""
+
+    ticks: NonNegative = 0
+    bytes_written: NonNegative = 0
+    attempts: NonNegative = 0
+
+
+class Recovery(Stored):
+    """One restart from the composite. `seconds` runs from the last tick before the failure to the first step after it."""
+
+    attempt: NonNegative
+    cause: str
+    restore_point: NonNegative
+    steps_lost: NonNegative
+    max_age: NonNegative
+    mean_age: float
+    seconds: float | None = None
+
+
+class Incident(Stored):
+    """Something that was handled, but that the user should know."""
+
+    step: NonNegative
+    kind: str
+    what: str
+
+
+class Progress(Stored):
+    """How training stood when the record was written."""
+
+    step: NonNegative = 0
+    loss: float | None = None
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    step_seconds_median: float | None = None
+    tick_seconds_median: float | None = None
+    tick_seconds_p99: float | None = None
+
+
+class Record(Stored):
+    """A committed restore point: the whole map layer -> version, and the run's story so far."""
+
+    format_version: Literal[1] = 1
+    epoch: NonNegative
+    seq: NonNegative
+    step: NonNegative
+    layers: dict[str, VersionRef]
+    facts: tuple[LayerFacts, ...]
+    base: BaseVersion
+    spec_fingerprint: str
+    staleness_bound_steps: NonNegative
+    totals: Totals = Totals()
+    progress: Progress = Progress()
+    recoveries: tuple[Recovery, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+    finished: bool = False
+
+    def ages(self) -> dict[str, int]:
+        """Age in steps of each layer that is trained."""
+        return {fact.name: self.step - self.layers[fact.name].step for fact in self.facts if not fact.frozen}
+
+    @property
+    def full_checkpoint_bytes(self) -> int:
+        """Size of one checkpoint of every trained layer."""
+        return sum(fact.bytes for fact in self.facts if not fact.frozen)
+
+
+class EpochClaim(Stored):
+    """Content of the object whose exclusive creation claims an epoch: who, where, when, with which spec."""
+
+    format_version: Literal[1] = 1
+    epoch: NonNegative
+    nonce: str
+    driver: str
+    host: str
+    boot_id: str
+    pid: NonNegative
+    claimed_at: str
+    spec: dict[str, Any]
+    spec_fingerprint: str
+
+
+class EpochLife(Stored):
+    """Sign of life of an epoch: a counter that moves, so that no clock has to be trusted."""
+
+    epoch: NonNegative
+    beat: NonNegative
+    ended: bool = False

@@ -1,0 +1,1 @@
+"""Training loop, deltas, snapshot and restore. Knows storage, not the app."""
