@@ -1,6 +1,6 @@
 """What the catalog stores, as JSON: epoch claims, manifests and records. Validated on reading, never executed."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,7 +26,7 @@ class Stored(BaseModel):
         return self.model_dump_json().encode()
 
     @classmethod
-    def from_bytes(cls, key: str, data: bytes) -> "Self":  # noqa: F821, UP037
+    def from_bytes(cls, key: str, data: bytes) -> Self:
         """Parse what `to_bytes` wrote.
 
         Raises:
@@ -157,6 +157,8 @@ class Record(Stored):
     seq: NonNegative
     step: NonNegative
     layers: dict[str, VersionRef]
+    previous: dict[str, VersionRef] = {}
+    """The version before the one in `layers`, kept for the day when that one cannot be read."""
     facts: tuple[LayerFacts, ...]
     base: BaseVersion
     spec_fingerprint: str
@@ -171,10 +173,23 @@ class Record(Stored):
         """Age in steps of each layer that is trained."""
         return {fact.name: self.step - self.layers[fact.name].step for fact in self.facts if not fact.frozen}
 
+    def named(self) -> set[VersionRef]:
+        """Stored versions that this record needs, in first or in second place."""
+        return {ref for ref in (*self.layers.values(), *self.previous.values()) if ref.manifest_key is not None}
+
     @property
     def full_checkpoint_bytes(self) -> int:
         """Size of one checkpoint of every trained layer."""
         return sum(fact.bytes for fact in self.facts if not fact.frozen)
+
+
+class ProcessId(Stored):
+    """Which process on which machine: the start time tells a reused pid apart."""
+
+    host: str
+    boot_id: str
+    pid: NonNegative
+    started: str
 
 
 class EpochClaim(Stored):
@@ -184,9 +199,7 @@ class EpochClaim(Stored):
     epoch: NonNegative
     nonce: str
     driver: str
-    host: str
-    boot_id: str
-    pid: NonNegative
+    where: ProcessId
     claimed_at: str
     spec: dict[str, Any]
     spec_fingerprint: str

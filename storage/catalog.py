@@ -1,0 +1,138 @@
+"""The catalog of a run: epoch claims, manifests and records in the object store. Blocking; the actor calls it in threads."""
+
+from dataclasses import dataclass, field
+
+from storage import keys
+from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError
+from storage.object_store import ObjectStore
+from storage.records import EpochClaim, EpochLife, Manifest, Record, VersionRef, digest_of
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """Readable records, newest first, and what was found broken on the way."""
+
+    records: list[Record]
+    problems: list[str] = field(default_factory=list)
+
+
+class Catalog:
+    """Reads and writes one run's catalog."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    # --- epochs
+
+    def newest_claim(self) -> EpochClaim | None:
+        """Claim of the highest epoch, or None for a new run."""
+        claims = self.store.list(keys.EPOCHS)
+        return self._read_claim(claims[-1].key) if claims else None
+
+    def claim(self, claim: EpochClaim) -> EpochClaim:
+        """Claim the next free epoch for `claim` (its `epoch` is filled in).
+
+        Raises:
+            FencedError: another driver has taken the run over from this one, or won the race for the epoch.
+        """
+        claims = [self._read_claim(info.key) for info in self.store.list(keys.EPOCHS)]
+        newest = claims[-1] if claims else None
+        if newest and newest.driver != claim.driver and any(old.driver == claim.driver for old in claims):
+            raise FencedError(_taken_over(newest))
+        mine = claim.model_copy(update={"epoch": newest.epoch + 1 if newest else 1})
+        key = keys.epoch_claim(mine.epoch)
+        try:
+            self.store.create(key, mine.to_bytes())
+        except ObjectExistsError:
+            # A creation can succeed with its reply lost; the retry then meets our own object.
+            winner = self._read_claim(key)
+            if winner.nonce != mine.nonce:
+                raise FencedError(_taken_over(winner)) from None
+        return mine
+
+    def check_fence(self, epoch: int) -> None:
+        """Raises `FencedError` when an epoch higher than `epoch` has been claimed."""
+        newest = self.newest_claim()
+        if newest is not None and newest.epoch > epoch:
+            raise FencedError(_taken_over(newest))
+
+    def show_life(self, life: EpochLife) -> None:
+        """Overwrite the epoch's sign of life."""
+        self.store.put(keys.epoch_life(life.epoch), life.to_bytes())
+
+    def _read_claim(self, key: str) -> EpochClaim:
+        return EpochClaim.from_bytes(key, self.store.read(key))
+
+    # --- records and manifests
+
+    def commit(self, record: Record) -> None:
+        """Make `record` the newest restore point.
+
+        Raises:
+            FencedError: a newer epoch has been claimed.
+        """
+        self.check_fence(record.epoch)
+        key, data = keys.record(record.epoch, record.seq), record.to_bytes()
+        try:
+            self.store.create(key, data)
+        except ObjectExistsError:
+            if self.store.read(key) != data:
+                raise
+
+    def restorable(self) -> Restorable:
+        """All readable records, newest first: highest (epoch, seq)."""
+        found = Restorable([])
+        for info in reversed(self.store.list(keys.RECORDS)):
+            try:
+                found.records.append(Record.from_bytes(info.key, self.store.read(info.key)))
+            except ObjectNotFoundError:
+                continue  # retention has deleted it since the listing
+            except CorruptObjectError as error:
+                found.problems.append(str(error))
+        return found
+
+    def newest_record(self) -> Record | None:
+        """Newest readable record, or None."""
+        for info in reversed(self.store.list(keys.RECORDS)):
+            try:
+                return Record.from_bytes(info.key, self.store.read(info.key))
+            except (ObjectNotFoundError, CorruptObjectError):
+                continue
+        return None
+
+    def write_manifest(self, manifest: Manifest) -> VersionRef:
+        """Store the manifest of a version all of whose shards are durable; return what a record says of it."""
+        version = manifest.version
+        key, data = keys.manifest(**version.model_dump()), manifest.to_bytes()
+        self.store.put(key, data)
+        return VersionRef(
+            step=version.step,
+            epoch=version.epoch,
+            attempt=version.attempt,
+            manifest_key=key,
+            manifest_digest=digest_of(data),
+            bytes=manifest.bytes,
+        )
+
+    def read_manifest(self, ref: VersionRef) -> Manifest:
+        """Manifest that `ref` names.
+
+        Raises:
+            ObjectNotFoundError: it is gone.
+            CorruptObjectError: its content is not what the record recorded.
+        """
+        if ref.manifest_key is None:
+            raise ValueError("the base version has no manifest")
+        data = self.store.read(ref.manifest_key)
+        if digest_of(data) != ref.manifest_digest:
+            raise CorruptObjectError(
+                f"{ref.manifest_key}: expected digest {ref.manifest_digest}, got {digest_of(data)}; restore the object from a copy"
+            )
+        return Manifest.from_bytes(ref.manifest_key, data)
+
+
+def _taken_over(winner: EpochClaim) -> str:
+    return (
+        f"epoch {winner.epoch} of this run was claimed at {winner.claimed_at} by another driver "
+        f"(pid {winner.where.pid} on {winner.where.host}); this one stops and has committed nothing since"
+    )

@@ -1,0 +1,234 @@
+"""Which layers to persist at a tick: a pure function, facts in, decision out (no clock, no I/O).
+
+A token bucket paces the writes. Layers whose deadline is near go first; what the deadlines leave over goes to the
+layers with the highest score. The look-ahead is a feasibility test: a layer is written ahead of its deadline only if
+every other deadline can still be met from what the bucket will pass until then.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Criterion = Literal["drift", "impact", "oldest"]
+ASSUMED_LATENCY_TICKS = 2  # decision to durable, before any upload has been timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A trained layer as the decision sees it."""
+
+    name: str
+    bytes: int
+    step: int
+    """Step of its newest version, durable or in flight."""
+    drift: float
+    impact: float | None
+    in_flight: bool = False
+    due: bool = False
+    """A version of it failed: write it at once."""
+    node_bytes: tuple[int, ...] = ()
+    """Bytes that each node would hand over, in the order of `Facts.nodes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Bytes accepted but not yet durable on one node, and how many there may be."""
+
+    in_flight_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything a decision depends on."""
+
+    step: int
+    """Step at which the decision will be carried out."""
+    interval_steps: int
+    layers: tuple[Candidate, ...]
+    nodes: tuple[Node, ...] = ()
+    mode: Literal["adaptive", "full"] = "adaptive"
+    flush: bool = False
+    """Training is over (or must stop): persist everything that is not yet of this step."""
+    staleness_bound_steps: int
+    max_lag: int
+    latency_steps: int
+    """Steps from a snapshot to its commit."""
+    newest_step: int
+    """Newest step of any version, durable or in flight: what the restore point will be once all has landed."""
+    tokens: float
+    """Bytes left in the bucket by the last decision; negative is debt."""
+    refill_bytes: float
+    criterion: Criterion = "impact"
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Layers to persist at the tick, and what is left in the bucket."""
+
+    layers: tuple[str, ...]
+    tokens: float
+
+
+def decide(facts: Facts) -> Decision:
+    """Choose the layers to persist at `facts.step`."""
+    if facts.flush:
+        return Decision(_flush(facts), facts.tokens)
+    if facts.mode == "full":
+        every_layer_fits = _Room(facts.nodes).takes_all(facts.layers)
+        return Decision(tuple(layer.name for layer in facts.layers) if every_layer_fits else (), facts.tokens)
+    return _Pass(facts).run()
+
+
+def smallest_write_budget(staleness_bound_steps: int, interval_steps: int) -> float:
+    """Smallest share of the full state per tick that refreshes every layer within the bound."""
+    return 1 / max(1, staleness_bound_steps // interval_steps - ASSUMED_LATENCY_TICKS - 1)
+
+
+def _flush(facts: Facts) -> tuple[str, ...]:
+    """Layers that are not of this step yet, as many as may be in flight."""
+    room = _Room(facts.nodes)
+    return tuple(layer.name for layer in facts.layers if layer.step < facts.step and room.take(layer))
+
+
+class _Room:
+    """Room for bytes in flight. A node with nothing in flight takes any layer, or one larger than the limit never could be."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._in_flight = [node.in_flight_bytes for node in nodes]
+        self._limits = [node.limit_bytes for node in nodes]
+
+    def take(self, layer: Candidate) -> bool:
+        """Reserve room for `layer` on every node, or on none."""
+        after = [held + more for held, more in zip(self._in_flight, layer.node_bytes, strict=True)]
+        for held, total, limit in zip(self._in_flight, after, self._limits, strict=True):
+            if held and total > limit:
+                return False
+        self._in_flight = after
+        return True
+
+    def takes_all(self, layers: Iterable[Candidate]) -> bool:
+        """Reserve room for all layers."""
+        return all([self.take(layer) for layer in layers])
+
+
+class _Pass:
+    """One decision in the making."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.bytes = np.array([layer.bytes for layer in facts.layers], dtype=np.float64)
+        self.write_by = np.array([self._write_by(layer.step) for layer in facts.layers], dtype=np.int64)
+        self.burst = float(self.bytes.max(initial=facts.refill_bytes)) + facts.refill_bytes
+        self.tokens = min(self.burst, facts.tokens + facts.refill_bytes)
+        smallest = float(self.bytes.min(initial=np.inf))
+        self.heartbeat = smallest if smallest <= facts.refill_bytes else 0.0
+        self.room = _Room(facts.nodes)
+        self.chosen: list[int] = []
+
+    def run(self) -> Decision:
+        self._take_overdue()
+        self._take_pressing()
+        self._take_best()
+        if not self.chosen:
+            self._take_for_lag()
+        names = tuple(self.facts.layers[index].name for index in sorted(self.chosen))
+        return Decision(names, self.tokens)
+
+    def _write_by(self, step: int) -> int:
+        """Last step at which a layer whose newest version is of `step` must be persisted again."""
+        return step + self.facts.staleness_bound_steps - self.facts.latency_steps
+
+    def _free(self) -> list[int]:
+        layers = self.facts.layers
+        return [i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight]
+
+    def _take(self, index: int) -> bool:
+        if not self.room.take(self.facts.layers[index]):
+            return False
+        self.chosen.append(index)
+        self.tokens -= self.bytes[index]
+        self.write_by[index] = self._write_by(self.facts.step)
+        return True
+
+    def _take_overdue(self) -> None:
+        """Layers at their deadline are written even into debt: an unmet deadline would hold up every restore point."""
+        next_tick = self.facts.step + self.facts.interval_steps
+        for index in sorted(self._free(), key=lambda i: int(self.write_by[i])):
+            if self.facts.layers[index].due or self.write_by[index] < next_tick:
+                self._take(index)
+
+    def _take_pressing(self) -> None:
+        """By deadline, as long as waiting one more tick would put a deadline out of the bucket's reach."""
+        for index in sorted(self._free(), key=lambda i: int(self.write_by[i])):
+            tokens_next = min(self.burst, self.tokens + self.facts.refill_bytes)
+            waiting = self._slack(self.write_by, tokens_next, self.facts.step + self.facts.interval_steps)
+            if waiting >= 0 or self.bytes[index] > self.tokens:
+                return
+            self._take(index)
+
+    def _take_best(self) -> None:
+        """By score, while tokens last and every deadline stays within reach.
+
+        When the best layer costs more than the bucket holds, the tokens are kept for it, but for one small layer a
+        tick: each tick that persists something moves the restore point on.
+        """
+        saving = False
+        slack = self._slack(self.write_by, self.tokens, self.facts.step)
+        for index in self._by_score():
+            cost = self.bytes[index]
+            if saving and (self.chosen or cost > self.facts.refill_bytes):
+                continue
+            if cost <= self.tokens or not saving:
+                after = self._slack_with(index)
+                if after < min(0.0, slack):
+                    continue
+                if cost > self.tokens:
+                    saving = True
+                elif self._take(index):
+                    slack = after
+
+    def _take_for_lag(self) -> None:
+        """Persist the cheapest layer, into debt if need be, when the restore point would fall too far behind."""
+        facts = self.facts
+        if facts.step - facts.newest_step + facts.interval_steps + facts.latency_steps <= facts.max_lag:
+            return
+        for index in sorted(self._free(), key=lambda i: (float(self.bytes[i]), facts.layers[i].step)):
+            if self._take(index):
+                return
+
+    def _by_score(self) -> list[int]:
+        threshold = self.facts.threshold or 0.0
+        fitting = [i for i in self._free() if self.facts.layers[i].drift >= threshold]
+        return sorted(fitting, key=self._score, reverse=True)
+
+    def _score(self, index: int) -> float:
+        layer = self.facts.layers[index]
+        if self.facts.criterion == "oldest":
+            return self.facts.step - layer.step
+        value = layer.impact if self.facts.criterion == "impact" and layer.impact is not None else layer.drift
+        return value / max(1, layer.bytes)
+
+    def _slack_with(self, index: int) -> float:
+        write_by = self.write_by.copy()
+        write_by[index] = self._write_by(self.facts.step)
+        return self._slack(write_by, self.tokens - float(self.bytes[index]), self.facts.step)
+
+    def _slack(self, write_by: npt.NDArray[np.int64], tokens: float, step: int) -> float:
+        """Bytes that could be spent on anything at `step` without missing a deadline; negative when one is out of reach.
+
+        Layers larger than a tick's refill are saved for while one small layer a tick goes on being written, so these
+        compete with them for the bucket.
+        """
+        refill = self.facts.refill_bytes
+        order = np.argsort(write_by, kind="stable")
+        ticks_left = np.maximum(0, (write_by[order] - step) // self.facts.interval_steps)
+        sizes = self.bytes[order]
+        large = np.cumsum(np.where(sizes > refill, sizes, 0.0))
+        small = np.cumsum(np.where(sizes > refill, 0.0, sizes))
+        need = large + np.maximum(small, self.heartbeat * ticks_left)
+        return float(np.min(tokens + refill * ticks_left - need, initial=np.inf))
