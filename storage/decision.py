@@ -79,7 +79,8 @@ def decide(facts: Facts) -> Decision:
     if facts.flush:
         return Decision(_flush(facts), facts.tokens)
     if facts.mode == "full":
-        every_layer_fits = _Room(facts.nodes).takes_all(facts.layers)
+        idle = not any(layer.in_flight for layer in facts.layers)
+        every_layer_fits = idle and _Room(facts.nodes).takes_all(facts.layers)
         return Decision(tuple(layer.name for layer in facts.layers) if every_layer_fits else (), facts.tokens)
     return _Pass(facts).run()
 
@@ -92,7 +93,8 @@ def smallest_write_budget(staleness_bound_steps: int, interval_steps: int) -> fl
 def _flush(facts: Facts) -> tuple[str, ...]:
     """Layers that are not of this step yet, as many as may be in flight."""
     room = _Room(facts.nodes)
-    return tuple(layer.name for layer in facts.layers if layer.step < facts.step and room.take(layer))
+    missing = [layer for layer in facts.layers if layer.step < facts.step and not layer.in_flight]
+    return tuple(layer.name for layer in missing if room.take(layer))
 
 
 class _Room:

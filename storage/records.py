@@ -116,6 +116,8 @@ class Totals(Stored):
     ticks: NonNegative = 0
     bytes_written: NonNegative = 0
     attempts: NonNegative = 0
+    attempts_without_commit: NonNegative = 0
+    """Attempts in a row, up to now, that committed no restore point."""
 
 
 class Recovery(Stored):

@@ -1,0 +1,219 @@
+"""The driver: starts the CheckpointActor, runs Ray Train, shows progress, reports the outcome."""
+
+import os
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import xxhash
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
+
+from app.export import export_run
+from app.identity import fingerprint, public_dump
+from app.job_spec import JobSpec, resolve_paths
+from app.preflight import Prepared, check_in_flight, check_run, prepare
+from app.progress import LiveProgress, ProgressDisplay
+from app.status import RunStatus, read_status
+from storage.checkpoint_actor import ActorSetup, CheckpointActor
+from storage.liveness import this_process
+from storage.messages import Verdict
+from storage.object_store import ObjectStore, open_object_store
+from workers.train_loop import LoopConfig, train
+
+PROGRESS_S = 0.5
+HEALTH_CHECK_S = "0.5"
+"""How often Ray Train looks for dead workers; its own default is 2 s."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended: `verdict` says why it did not finish."""
+
+    status: RunStatus | None
+    verdict: Verdict | None = None
+    had_finished: bool = False
+    """The run was finished before; nothing was done."""
+
+
+def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOutcome:
+    """Run the job, or go on with it where its newest restore point stands.
+
+    Raises:
+        SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
+    """
+    resolved = resolve_paths(spec)
+    store = open_object_store(resolved.storage, resolved.name)
+    prepared = prepare(resolved)
+    record = check_run(spec, store, takeover=takeover)
+    if record is not None and record.finished:
+        return RunOutcome(read_status(store), had_finished=True)
+    with _ray(resolved):
+        outcome = _train(spec, resolved, prepared, store, console)
+    if outcome.verdict is None and spec.export is not None:
+        export_run(store, Path(str(resolved.export)))
+    return outcome
+
+
+@contextmanager
+def _ray(spec: JobSpec) -> Iterator[None]:
+    """Join the cluster this job was submitted to, or start Ray here; leave what was running as it was."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", HEALTH_CHECK_S)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(address="auto", **quiet)
+    else:
+        cpus = max(os.cpu_count() or 1, int(spec.scaling.workers * spec.scaling.cpus_per_worker + 0.999))
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectStore, console: Console) -> RunOutcome:
+    limit = spec.checkpoint.in_flight_bytes or _half_the_object_store()
+    check_in_flight(spec.checkpoint.mode, prepared.full_bytes, limit)
+    setup = ActorSetup(
+        storage=resolved.storage,
+        run=resolved.name,
+        run_id=xxhash.xxh3_64_hexdigest(store.url),
+        checkpoint=resolved.checkpoint,
+        in_flight_limit_bytes=limit,
+        spec=public_dump(spec),
+        spec_fingerprint=fingerprint(spec),
+        driver=uuid.uuid4().hex,
+        where=this_process(),
+        attempts_without_progress=spec.failures.attempts_without_progress,
+        store_outage_s=spec.failures.store_outage_s,
+    )
+    actor = _start_actor(setup)
+    try:
+        ray.get(actor.start.remote())
+        loop = LoopConfig(
+            run=resolved.name,
+            storage=resolved.storage,
+            model=resolved.model,
+            training=resolved.training,
+            checkpoint=resolved.checkpoint,
+            faults=tuple(resolved.fault_injection),
+            total_steps=prepared.total_steps,
+            pad_id=prepared.pad_id,
+            data=ray.put(prepared.data),
+            actor=actor,
+        )
+        with _progress(actor, prepared.total_steps, console):
+            verdict = _fit(resolved, loop)
+        verdict = verdict or ray.get(actor.verdict.remote())
+    finally:
+        ray.get(actor.close.remote())
+    return RunOutcome(read_status(store), verdict)
+
+
+def _half_the_object_store() -> int:
+    """Half of the smallest object store among the nodes, in bytes: beyond it Ray spills to disk."""
+    sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(min(size for size in sizes if size) // 2)
+
+
+def _start_actor(setup: ActorSetup) -> Any:
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000, "scheduling_strategy": here}
+    return ray.remote(CheckpointActor).options(**options).remote(setup)
+
+
+class _TellCause(ray.train.UserCallback):
+    """Runs in Ray Train's controller: tells the CheckpointActor why the worker group is restarted."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Called when workers have failed, before they are restarted."""
+        self._actor.note_failure.remote(describe_failures(worker_exceptions))
+
+
+def describe_failures(failures: dict[int, Exception]) -> str:
+    """One line for the summary: which ranks failed of what; a rank that died first takes others with it."""
+    deaths = {rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)}
+    told = deaths or failures
+    lines = [str(error).strip().splitlines()[-1][:160] for error in told.values()]
+    what = "worker process died" if deaths else lines[0]
+    return f"rank {', '.join(str(rank) for rank in sorted(told))}: {what}"
+
+
+def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
+    scaling = spec.scaling
+    with tempfile.TemporaryDirectory(prefix="layercheck-ray-") as scratch:
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"job": loop},
+            torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=scaling.workers,
+                use_gpu=scaling.gpus_per_worker > 0,
+                resources_per_worker=_resources(spec),
+            ),
+            run_config=ray.train.RunConfig(
+                name=spec.name,
+                storage_path=scratch,  # nothing is reported to Ray Train: checkpoints go through the ShardWriters
+                failure_config=ray.train.FailureConfig(max_failures=spec.failures.max_failures),
+                callbacks=[_TellCause(loop.actor)],
+            ),
+        )
+        try:
+            verdict: Verdict | None = trainer.fit().return_value
+        except ray.train.TrainingFailedError as error:
+            last = str(error).strip().splitlines()[-1]
+            return Verdict(kind="TrainingFailedError", message=f"the workers failed more often than failures.max_failures allows: {last}")
+    return verdict
+
+
+def _resources(spec: JobSpec) -> dict[str, float]:
+    gpus = {"GPU": float(spec.scaling.gpus_per_worker)} if spec.scaling.gpus_per_worker else {}
+    return {"CPU": spec.scaling.cpus_per_worker, **gpus}
+
+
+@contextmanager
+def _progress(actor: Any, total_steps: int, console: Console) -> Iterator[None]:
+    """Show how the run stands until the block ends."""
+    done = threading.Event()
+
+    def follow(display: ProgressDisplay) -> None:
+        while not done.wait(PROGRESS_S):
+            try:
+                live = ray.get(actor.live.remote(), timeout=PROGRESS_S)
+            except (ray.exceptions.RayError, TimeoutError):
+                continue  # the actor is being restarted
+            display.update(
+                LiveProgress(
+                    step=live.step,
+                    total_steps=total_steps,
+                    loss=live.loss,
+                    tokens_per_s=live.tokens_per_s,
+                    restore_point=live.restore_point,
+                    max_age=live.max_age,
+                    bytes_per_s=live.bytes_per_s,
+                    state=live.state,
+                )
+            )
+
+    with ProgressDisplay(console) as display:
+        thread = threading.Thread(target=follow, args=(display,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

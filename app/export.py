@@ -1,0 +1,54 @@
+"""Export: the newest restore point as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+import tempfile
+from pathlib import Path
+
+from storage.catalog import Catalog
+from storage.errors import SpecError
+from storage.object_store import ObjectStore
+from storage.records import Record
+from storage.shard_reader import read_shard
+from workers.layers import find_layers
+from workers.model import base_digest, build_model, load_tokenizer
+from workers.options import DataOptions, ModelOptions
+from workers.state import fill_weights
+
+
+def export_run(store: ObjectStore, folder: Path) -> int:
+    """Write the newest restore point's weights, configuration and tokenizer to `folder`; returns its step.
+
+    The folder appears whole or not at all.
+
+    Raises:
+        SpecError: the run has no restore point, or `folder` holds something.
+        CorruptObjectError, ObjectNotFoundError: a shard cannot be read.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(f"DIR: expected an empty or absent folder, got {folder}; choose another, or remove it")
+    catalog = Catalog(store)
+    record, claim = catalog.newest_record(), catalog.newest_claim()
+    if record is None or claim is None:
+        raise SpecError(f"RUN: {store.url} has no restore point yet; start the run first")
+    options = ModelOptions.model_validate({**claim.spec["model"], "path": record.base.source})
+    model = build_model(options, int(claim.spec["training"]["seed"]))
+    digest = base_digest(model, find_layers(model, options.layers))
+    if digest != record.base.digest:
+        raise SpecError(f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), got {digest}")
+    _fill(model, catalog, record)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        whole = Path(scratch) / "export"
+        model.save_pretrained(whole)
+        load_tokenizer(options, DataOptions.model_validate(claim.spec["data"])).save_pretrained(whole)
+        if folder.exists():
+            folder.rmdir()
+        whole.rename(folder)
+    return record.step
+
+
+def _fill(model: object, catalog: Catalog, record: Record) -> None:
+    for ref in record.layers.values():
+        if ref.manifest_key is None:
+            continue
+        for shard in catalog.read_manifest(ref).shards:
+            fill_weights(model, read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors)

@@ -1,0 +1,42 @@
+"""Gc: delete what no retained restore point needs, of a run that nobody works on."""
+
+from dataclasses import dataclass
+
+from storage.catalog import Catalog
+from storage.errors import RunLiveError, SpecError
+from storage.liveness import is_alive
+from storage.object_store import ObjectStore
+from storage.retention import unnamed
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was deleted, or would be."""
+
+    keys: tuple[str, ...]
+    bytes: int
+    dry_run: bool
+
+
+def collect(store: ObjectStore, *, dry_run: bool) -> Collected:
+    """Delete unnamed objects and restore points beyond the newest that the run's spec keeps.
+
+    Raises:
+        SpecError: there is no restore point.
+        RunLiveError: the run is alive; it cleans up behind itself.
+    """
+    catalog = Catalog(store)
+    claim = catalog.newest_claim()
+    if claim is None:
+        raise SpecError(f"RUN: {store.url} holds no run; expected the URL of a run, such as runs/quickstart")
+    if not dry_run and is_alive(store, claim):
+        raise RunLiveError(f"{store.url}: epoch {claim.epoch} of this run is alive and cleans up behind itself; wait until it ends")
+    listed = store.list("")
+    found = catalog.restorable()
+    if found.problems or not found.records:
+        raise SpecError(f"RUN: {store.url}: {'; '.join(found.problems) or 'no restore point yet'}; nothing is deleted on this basis")
+    doomed = set(unnamed([info.key for info in listed], found.records, int(claim.spec["checkpoint"]["keep_restore_points"])))
+    catalog.check_fence(claim.epoch)
+    if not dry_run:
+        store.delete(sorted(doomed))
+    return Collected(tuple(sorted(doomed)), sum(info.bytes for info in listed if info.key in doomed), dry_run)

@@ -1,0 +1,115 @@
+"""Everything that can be known to be wrong before anything is started or written."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from app.job_spec import JobSpec
+from app.identity import differing_fields, public_dump
+from storage.catalog import Catalog
+from storage.decision import smallest_write_budget
+from storage.errors import RunLiveError, SpecError
+from storage.liveness import is_alive
+from storage.object_store import ObjectStore
+from storage.options import CheckpointOptions, parse_write_budget
+from storage.probe import probe_store
+from storage.records import Record
+from workers.data import TokenizedData, load_data
+from workers.layers import find_layers
+from workers.model import build_meta_model, load_tokenizer
+from workers.state import planned_layer_bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the checks found out on the way."""
+
+    data: TokenizedData
+    pad_id: int
+    total_steps: int
+    full_bytes: int
+    """Size of the full state: parameters, optimizer state and buffers of every trained layer."""
+
+
+def check_run(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> Record | None:
+    """Check the store and what it holds of the run; returns the run's newest record.
+
+    Raises:
+        StoreError: the store cannot be used.
+        SpecError: the run was started with another spec; one line for each field that differs.
+        RunLiveError: another driver works on the run.
+    """
+    probe_store(store, spec.storage.allow_unsafe_create)
+    catalog = Catalog(store)
+    claim = catalog.newest_claim()
+    if claim is None:
+        return None
+    differing = differing_fields(claim.spec, public_dump(spec))
+    if differing:
+        raise SpecError(
+            "\n".join(f"{line}: run {spec.name!r} was started otherwise; restore it or choose another name" for line in differing)
+        )
+    record = catalog.newest_record()
+    if not (record and record.finished) and not takeover and is_alive(store, claim):
+        raise RunLiveError(
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "
+            "wait for it, stop it, or give --takeover to take the run over from it"
+        )
+    return record
+
+
+def prepare(spec: JobSpec) -> Prepared:
+    """Check the model, the data and the budget, and tokenize the data once for all attempts.
+
+    Raises:
+        SpecError: something the spec names cannot be used.
+    """
+    if spec.scaling.gpus_per_worker == 0 and spec.training.precision == "bfloat16" and not torch.backends.mkldnn.is_available():
+        raise SpecError("training.precision: bfloat16 needs a CPU build of torch with oneDNN; use float32")
+    model = build_meta_model(spec.model)
+    layers = find_layers(model, spec.model.layers)
+    full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
+    if full_bytes == 0:
+        raise SpecError(f"model.freeze: expected something left to train, got {spec.model.freeze}; freeze less")
+    check_budget(spec.checkpoint)
+    tokenizer = load_tokenizer(spec.model, spec.data)
+    data = load_data(spec.data, tokenizer, spec.storage.s3)
+    return Prepared(data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes)
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    return int(tokenizer.pad_token_id or 0)
+
+
+def total_steps(spec: JobSpec, examples: int) -> int:
+    """Optimizer steps of the whole run."""
+    training = spec.training
+    if training.steps is not None:
+        return training.steps
+    assert training.passes is not None
+    return max(1, math.ceil(training.passes * examples / training.global_batch))
+
+
+def check_budget(options: CheckpointOptions) -> None:
+    """Refuse a budget that cannot refresh every layer within the staleness bound.
+
+    A rate in bytes/s cannot be checked before a step has been timed; layers then go into debt at their deadline.
+    """
+    unit, share = parse_write_budget(options.write_budget)
+    smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps)
+    if options.mode == "adaptive" and unit == "share" and share < smallest:
+        raise SpecError(
+            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer within "
+            f"staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, or the bound"
+        )
+
+
+def check_in_flight(mode: str, full_bytes: int, limit_bytes: int) -> None:
+    """Refuse a limit on bytes in flight that a full checkpoint would break."""
+    if mode == "full" and full_bytes > limit_bytes:
+        raise SpecError(
+            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} (half of Ray's "
+            "object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger object store"
+        )

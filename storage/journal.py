@@ -1,0 +1,112 @@
+"""The run's story: counters, progress, recoveries and incidents. In memory here, in every record in the catalog."""
+
+import statistics
+import time
+from collections import deque
+
+from storage.messages import Report
+from storage.records import Incident, Progress, Record, Recovery, Totals
+
+KEPT_INCIDENTS = 200
+TIMING_WINDOW = 2000
+RATE_WINDOW_S = 10.0
+
+
+class Journal:
+    """Collects what the summary tells. Starts from what the newest record says."""
+
+    def __init__(self, record: Record | None) -> None:
+        self.totals = record.totals if record else Totals()
+        self.progress = record.progress if record else Progress()
+        self.recoveries = list(record.recoveries) if record else []
+        self.incidents = list(record.incidents) if record else []
+        self._last_report_at = time.monotonic()
+        self._tick_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
+        self._step_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._bytes: deque[tuple[float, int]] = deque()
+
+    def seconds_since_report(self) -> float:
+        """Seconds since rank 0 was last heard of."""
+        return time.monotonic() - self._last_report_at
+
+    def report(self, report: Report) -> None:
+        """A tick has happened."""
+        now = time.monotonic()
+        if self.recoveries and self.recoveries[-1].seconds is None:
+            self._recovered(now - self._last_report_at)
+        self._last_report_at = now
+        if not (report.hold or report.flush):
+            self.totals = _plus(self.totals, ticks=1)
+            _window(self._tokens, now, report.tokens)
+        if report.tick_seconds is not None:
+            self._tick_seconds.append(report.tick_seconds)
+        if report.step_seconds is not None:
+            self._step_seconds.append(report.step_seconds)
+        evals = self.progress.eval_losses
+        if report.eval_loss is not None:
+            evals = (*(pair for pair in evals if pair[0] < report.step), (report.step, report.eval_loss))
+        loss = report.loss if report.loss is not None else self.progress.loss
+        self.progress = self.progress.model_copy(update={"step": report.step, "loss": loss, "eval_losses": evals})
+
+    def attempt_began(self, recovery: Recovery | None) -> None:
+        """A worker group has asked for its restore plan."""
+        self.totals = _plus(self.totals, attempts=1, attempts_without_commit=1)
+        if recovery is not None:
+            self.recoveries.append(recovery)
+
+    def progressed(self) -> None:
+        """A restore point that training produced was committed."""
+        self.totals = self.totals.model_copy(update={"attempts_without_commit": 0})
+
+    def wrote(self, size: int) -> None:
+        """A shard became durable."""
+        self.totals = _plus(self.totals, bytes_written=size)
+        _window(self._bytes, time.monotonic(), size)
+
+    def incident(self, kind: str, what: str) -> None:
+        """Note something handled; a repetition of the last one is not noted again."""
+        incident = Incident(step=self.progress.step, kind=kind, what=what)
+        if incident not in self.incidents[-20:]:
+            self.incidents = [*self.incidents[1 - KEPT_INCIDENTS :], incident]
+
+    def snapshot(self) -> Progress:
+        """Progress as a record stores it, with the timings."""
+        ticks, steps = sorted(self._tick_seconds), self._step_seconds
+        if not ticks:
+            return self.progress
+        timings = {
+            "tick_seconds_median": statistics.median(ticks),
+            "tick_seconds_p99": ticks[min(len(ticks) - 1, int(0.99 * len(ticks)))],
+            "step_seconds_median": statistics.median(steps) if steps else None,
+        }
+        return self.progress.model_copy(update=timings)
+
+    def tokens_per_s(self) -> float:
+        """Tokens trained on per second, over the last seconds."""
+        return _rate(self._tokens)
+
+    def bytes_per_s(self) -> float:
+        """Bytes made durable per second, over the last seconds."""
+        return _rate(self._bytes)
+
+    def _recovered(self, seconds: float) -> None:
+        self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": round(seconds, 3)})
+
+
+def _plus(totals: Totals, **more: int) -> Totals:
+    return totals.model_copy(update={name: getattr(totals, name) + amount for name, amount in more.items()})
+
+
+def _window(events: deque[tuple[float, int]], now: float, amount: int) -> None:
+    events.append((now, amount))
+    while events and events[0][0] < now - RATE_WINDOW_S:
+        events.popleft()
+
+
+def _rate(events: deque[tuple[float, int]]) -> float:
+    if not events:
+        return 0.0
+    now = time.monotonic()
+    recent = sum(amount for at, amount in events if at >= now - RATE_WINDOW_S)
+    return recent / max(1.0, min(RATE_WINDOW_S, now - events[0][0]))

@@ -1,0 +1,139 @@
+"""What is in flight, durable and committed: the CheckpointActor's memory, without any I/O or clock."""
+
+from dataclasses import dataclass, field
+
+from storage.records import BASE, LayerFacts, Manifest, Record, ShardRef, VersionId, VersionRef
+
+
+@dataclass
+class InFlight:
+    """A layer version that was decided and is not durable yet."""
+
+    decision: int
+    bytes: int
+    node_bytes: tuple[int, ...]
+    step: int | None = None
+    """Step of the snapshot, known once the ranks have carried the decision out."""
+    handed_over_at: float | None = None
+    """When the ranks were first known to have moved on, on the actor's clock."""
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """A complete, bounded map layer -> version."""
+
+    step: int
+    layers: dict[str, VersionRef]
+    previous: dict[str, VersionRef]
+
+
+@dataclass
+class _Assembly:
+    world_size: int
+    shards: dict[int, ShardRef] = field(default_factory=dict)
+
+
+class Ledger:
+    """Layer versions of one run, from the decision to the restore point. At most one version a layer is in flight."""
+
+    def __init__(self, facts: tuple[LayerFacts, ...], staleness_bound_steps: int, record: Record | None) -> None:
+        self.facts = facts
+        self.bound = staleness_bound_steps
+        names = [fact.name for fact in facts]
+        self.committed = RestorePoint(
+            step=record.step if record else 0,
+            layers={name: record.layers[name] if record else BASE for name in names},
+            previous=dict(record.previous) if record else {},
+        )
+        self.in_flight: dict[str, InFlight] = {}
+        self.due: set[str] = set()
+        self._assembling: dict[VersionId, _Assembly] = {}
+        self._durable: dict[str, list[VersionRef]] = {name: [] for name in names}
+
+    @property
+    def trained(self) -> tuple[LayerFacts, ...]:
+        """Layers that age."""
+        return tuple(fact for fact in self.facts if not fact.frozen)
+
+    def issue(self, decision: int, layer: str, size: int, node_bytes: tuple[int, ...]) -> None:
+        """A decision chose `layer`."""
+        self.in_flight[layer] = InFlight(decision=decision, bytes=size, node_bytes=node_bytes)
+        self.due.discard(layer)
+
+    def carried_out(self, decision: int, step: int) -> None:
+        """All ranks took the snapshots of `decision` at `step`."""
+        for flight in self.in_flight.values():
+            if flight.decision == decision:
+                flight.step = step
+
+    def missing_ranks(self, version: VersionId, world_size: int) -> set[int]:
+        """Ranks whose shards of `version` have not been reported durable."""
+        assembly = self._assembling.get(version)
+        return set(range(world_size)) - set(assembly.shards if assembly else ())
+
+    def shard_durable(self, version: VersionId, world_size: int, shard: ShardRef) -> Manifest | None:
+        """One shard is stored. Returns the version's manifest when it was the last one missing."""
+        assembly = self._assembling.setdefault(version, _Assembly(world_size))
+        assembly.shards[shard.rank] = shard
+        if len(assembly.shards) < world_size:
+            return None
+        del self._assembling[version]
+        shards = tuple(assembly.shards[rank] for rank in sorted(assembly.shards))
+        return Manifest(version=version, world_size=world_size, shards=shards)
+
+    def version_durable(self, layer: str, ref: VersionRef) -> None:
+        """The manifest of a version is stored: a restore point may name it."""
+        self._durable[layer] = sorted([*self._durable[layer], ref], key=lambda durable: durable.step)
+        flight = self.in_flight.get(layer)
+        if flight is not None and flight.step in (None, ref.step):
+            del self.in_flight[layer]
+
+    def fail(self, layer: str) -> None:
+        """The version of `layer` in flight will not become durable: the layer is due again."""
+        flight = self.in_flight.pop(layer, None)
+        if flight is not None:
+            self.due.add(layer)
+            stale = [v for v in self._assembling if v.layer == layer and v.step == flight.step]
+            for version in stale:
+                del self._assembling[version]
+
+    def newest_step_of(self, layer: str, at: int) -> int:
+        """Step of the newest version of `layer`, durable or in flight (`at`, when its snapshot is still to come)."""
+        flight = self.in_flight.get(layer)
+        if flight is not None:
+            return flight.step if flight.step is not None else at
+        refs = self._durable[layer]
+        return refs[-1].step if refs else self.committed.layers[layer].step
+
+    def next_restore_point(self) -> RestorePoint | None:
+        """Newest bounded restore point that is better than the committed one: a later step, or a lower age."""
+        steps = {ref.step for refs in self._durable.values() for ref in refs} | {self.committed.step}
+        for step in sorted((s for s in steps if s >= self.committed.step), reverse=True):
+            point = self._composite(step)
+            if self._is_bounded(point):
+                return point if point.step > self.committed.step or point.layers != self.committed.layers else None
+        return None
+
+    def commit(self, point: RestorePoint) -> None:
+        """`point` is in the catalog."""
+        self.committed = point
+        for layer, refs in self._durable.items():
+            self._durable[layer] = [ref for ref in refs if ref.step > point.layers[layer].step]
+
+    def begin_attempt(self) -> None:
+        """What the last attempt has not committed belongs to a history that ends here."""
+        self.in_flight.clear()
+        self.due.clear()
+        self._assembling.clear()
+        self._durable = {name: [] for name in self._durable}
+
+    def _composite(self, step: int) -> RestorePoint:
+        layers, previous = dict(self.committed.layers), dict(self.committed.previous)
+        for layer, refs in self._durable.items():
+            for ref in refs:
+                if ref.step <= step and ref.step > layers[layer].step:
+                    previous[layer], layers[layer] = layers[layer], ref
+        return RestorePoint(step, layers, previous)
+
+    def _is_bounded(self, point: RestorePoint) -> bool:
+        return all(point.step - point.layers[fact.name].step <= self.bound for fact in self.trained)

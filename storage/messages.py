@@ -1,0 +1,140 @@
+"""Messages between the training ranks, the CheckpointActor and the ShardWriters. Scalars and names only, no tensors."""
+
+from dataclasses import dataclass
+
+from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, ShardRef, VersionId, VersionRef
+from storage.shard_format import ShardMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """What rank 0 says of a worker group when it begins an attempt (or meets an actor that has been restarted)."""
+
+    node_of_rank: tuple[str, ...]
+    facts: tuple[LayerFacts, ...]
+    shard_bytes: dict[str, tuple[int, ...]]
+    """Per trained layer, the payload each rank owns."""
+    base: BaseVersion
+    has_impact: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """Version of one layer to restore; no manifest means the base version, which the model already holds."""
+
+    ref: VersionRef
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestorePlan:
+    """One pinned plan, the same for all ranks."""
+
+    attempt: int
+    step: int
+    layers: dict[str, LayerPlan]
+    writers: dict[str, str]
+    """ShardWriter's actor name by node id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The run must stop; `kind` is the name of the error class."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Layers that all ranks persist at their next tick."""
+
+    decision: int
+    epoch: int
+    attempt: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What rank 0 reports at a tick, after an all-reduce over the ranks."""
+
+    attempt: int
+    step: int
+    drifts: dict[str, float]
+    impacts: dict[str, float] | None
+    failed_hand_overs: tuple[str, ...] = ()
+    carried_out: Order | None = None
+    """Order whose snapshots were taken at the tick before, at `carried_out_step`."""
+    carried_out_step: int = 0
+    hold: bool = False
+    """Training stands still at `step` until the restore point has moved."""
+    flush: bool = False
+    """Training is over: persist every layer at `step`."""
+    loss: float | None = None
+    tokens: int = 0
+    """Tokens trained on since the last report."""
+    eval_loss: float | None = None
+    tick_seconds: float | None = None
+    step_seconds: float | None = None
+    attempt_facts: AttemptFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The CheckpointActor's answer to a report."""
+
+    order: Order | None = None
+    restore_point: int = 0
+    whole_at: int | None = None
+    """Step at which every trained layer is committed, if they are all of one step."""
+    verdict: Verdict | None = None
+    needs_attempt_facts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOrder:
+    """One shard that a ShardWriter has to store."""
+
+    version: VersionId
+    rank: int
+    world_size: int
+    meta: ShardMeta
+    ranges: tuple[ElementRange, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOutcome:
+    """How storing a shard ended: `shard` when it is durable, else `problem`."""
+
+    version: VersionId
+    world_size: int
+    rank: int
+    shard: ShardRef | None = None
+    problem: str | None = None
+    poisoned: bool = False
+    """Refused because it holds a non-finite value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterReport:
+    """What a ShardWriter holds: shards on their way, and outcomes nobody has told it to forget."""
+
+    news: int
+    """Outcomes so far in this writer's life."""
+    pending: frozenset[tuple[VersionId, int]]
+    outcomes: tuple[ShardOutcome, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveStatus:
+    """How the run stands this moment, for the progress line."""
+
+    state: str
+    step: int
+    loss: float | None
+    tokens_per_s: float
+    restore_point: int
+    max_age: int
+    bytes_per_s: float

@@ -1,0 +1,134 @@
+"""ShardWriter: the CheckpointActor's hands on one node. Stores accepted shards outside the training processes.
+
+It is a detached Ray actor, so what it has accepted still lands when the training process, or the CheckpointActor, dies.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from storage import keys
+from storage.errors import LayerCheckError
+from storage.finite import count_nonfinite
+from storage.messages import ShardOrder, ShardOutcome, WriterReport
+from storage.object_store import open_object_store
+from storage.options import StorageOptions
+from storage.probe import check_token
+from storage.records import ShardRef, VersionId
+from storage.shard_format import ShardTensor
+from storage.shard_writer import write_shard
+
+NAMESPACE = "layercheck"
+PARALLEL_UPLOADS = 4
+POLL_S = 1.0
+ABANDONED_S = 120.0
+"""A writer that no CheckpointActor has asked for this long, and that holds nothing, ends."""
+
+
+class ShardWriter:
+    """Accepts shards, stores them, and keeps each outcome until it is told to forget it."""
+
+    def __init__(self, storage: StorageOptions, run: str) -> None:
+        self._store = open_object_store(storage, run)
+        self._uploads = ThreadPoolExecutor(PARALLEL_UPLOADS, thread_name_prefix="upload")
+        self._pending: dict[tuple[VersionId, int], ShardOrder] = {}
+        self._outcomes: dict[tuple[VersionId, int], ShardOutcome] = {}
+        self._news = 0
+        self._changed = asyncio.Event()
+        self._last_poll = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def check_token(self, token: str) -> None:
+        """Prove that this node sees the store that the CheckpointActor sees.
+
+        Raises:
+            StoreError: it does not.
+        """
+        await asyncio.to_thread(check_token, self._store, token)
+
+    async def accept(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
+        """Take a shard over and return at once. The tensors are views of Ray's object store, not copies."""
+        key = (order.version, order.rank)
+        self._pending[key] = order
+        task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def poll(self, seen: int, forget: Sequence[tuple[VersionId, int]]) -> WriterReport:
+        """Report what is held, as soon as there is an outcome newer than `seen` (a report's `news`), or after `POLL_S`.
+
+        The outcomes in `forget` are dropped first.
+        """
+        self._last_poll = time.monotonic()
+        self._watch_for_abandonment()
+        for key in forget:
+            self._outcomes.pop(key, None)
+        self._changed.clear()
+        if self._news == seen:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), POLL_S)
+        return WriterReport(news=self._news, pending=frozenset(self._pending), outcomes=tuple(self._outcomes.values()))
+
+    def _watch_for_abandonment(self) -> None:
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._end_when_abandoned())
+
+    async def _end_when_abandoned(self) -> None:
+        while time.monotonic() - self._last_poll < ABANDONED_S or self._pending:
+            await asyncio.sleep(ABANDONED_S / 10)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _store_shard(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
+        key = (order.version, order.rank)
+        loop = asyncio.get_running_loop()
+        outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors)
+        self._outcomes[key] = outcome
+        self._pending.pop(key, None)
+        self._news += 1
+        self._changed.set()
+
+    def _store_blocking(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> ShardOutcome:
+        base = ShardOutcome(version=order.version, world_size=order.world_size, rank=order.rank)
+        version = order.version
+        try:
+            for tensor in tensors:
+                bad = count_nonfinite(tensor)
+                if bad:
+                    what = f"{version.layer} at step {version.step}: {bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
+                    return replace(base, problem=f"{what}; not stored over a good version", poisoned=True)
+            key = keys.shard(**version.model_dump(), rank=order.rank, world_size=order.world_size)
+            summary = write_shard(self._store, key, order.meta, tensors)
+        except LayerCheckError as error:
+            return replace(base, problem=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the actor must hear of it rather than wait
+            return replace(base, problem=f"{version.layer} at step {version.step}: {type(error).__name__}: {error}")
+        shard = ShardRef(key=key, rank=order.rank, bytes=summary.bytes, digest=summary.digest, ranges=order.ranges)
+        return replace(base, shard=shard)
+
+
+def writer_name(run_id: str, node_id: str) -> str:
+    """Name of the ShardWriter of a run on a node, in `NAMESPACE`."""
+    return f"writer:{run_id}:{node_id}"
+
+
+def ensure_writer(storage: StorageOptions, run: str, run_id: str, node_id: str) -> Any:
+    """Handle of the node's ShardWriter; starts it if it does not live."""
+    options: dict[str, Any] = {
+        "name": writer_name(run_id, node_id),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": 1000,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+    return ray.remote(ShardWriter).options(**options).remote(storage, run)

@@ -1,0 +1,321 @@
+"""The training loop's only door to checkpoints: `restore`, `after_step`, `finish`.
+
+Every rank calls the same methods in the same order; only rank 0 talks to the CheckpointActor, and never waits for it
+except where training must stand still.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from storage.errors import LayerCheckError
+from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, ShardOrder, Verdict
+from storage.object_store import ObjectStore
+from storage.options import CheckpointOptions
+from storage.records import BaseVersion, LayerFacts, VersionId
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.writer_actor import NAMESPACE
+from workers.delta import DeltaMeter
+from workers.faults import FaultInjector
+from workers.layers import Layer
+from workers.restore import restore
+from workers.slices import Slice, cut, trainable
+from workers.snapshot import Snapshotter
+from workers.state import StateTensor, layer_bytes, slice_tensors
+
+STANDING_WAIT_S = 0.5
+"""Longest wait for the actor's answer between two broadcasts while training stands still."""
+
+
+class RunStoppedError(LayerCheckError):
+    """The CheckpointActor has ended the run; all ranks raise it at the same point."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """What a step did, summed over this rank's samples."""
+
+    loss_sum: float
+    label_tokens: int
+    input_tokens: int
+    seconds: float
+    eval_loss: float | None = None
+
+
+class Checkpointer:
+    """Measures, hands over and restores one rank's slices."""
+
+    def __init__(
+        self,
+        *,
+        actor: Any,
+        store: ObjectStore,
+        run: str,
+        options: CheckpointOptions,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layers: Sequence[Layer],
+        base: BaseVersion,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        faults: FaultInjector,
+        seed: int,
+    ) -> None:
+        self._actor, self._store, self._run, self._options = actor, store, run, options
+        self._model, self._optimizer, self._base, self._device, self._group = model, optimizer, base, device, group
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._layers = {layer.name: layer for layer in layers}
+        self._trained = [layer for layer in layers if trainable(layer, model)]
+        self._slices: dict[str, Slice] = {layer.name: cut(layer, model, self._rank, self._world_size) for layer in self._trained}
+        self._faults = faults
+        self._seed = seed
+        self._snapshotter = Snapshotter(device)
+        self._views: dict[str, list[StateTensor]] = {}
+        self._attempt_facts: AttemptFacts | None = None
+        self._attempt = 0
+        self._writer_name = ""
+        self._writer: Any = None
+        self._restore_point = 0
+        self._pending: ray.ObjectRef[Reply] | None = None
+        self._carried: tuple[Order, int] | None = None
+        self._hand_overs: deque[tuple[str, Any]] = deque()
+        self._needs_attempt_facts = self._settled = False
+        self._tokens = 0
+        self._tick_seconds: float | None = None
+
+    # --- restore
+
+    def restore(self) -> int:
+        """Restore the newest composite; returns the step to go on after.
+
+        Raises:
+            RunStoppedError: the run cannot go on.
+        """
+        self._attempt_facts = self._facts()
+        answer = self._ask_actor("begin_attempt", self._attempt_facts)
+        if not isinstance(answer, RestorePlan):
+            raise RunStoppedError(answer)
+        self._attempt = answer.attempt
+        self._writer_name = answer.writers[ray.get_runtime_context().get_node_id()]
+        self._faults.begin(answer.attempt)
+        self._faults.at_step(answer.step)
+        self._faults.strike("restore")
+        plan = restore(
+            answer, self._store, self._layers, self._model, self._optimizer, self._device, self._group, self._ask_for_replacement
+        )
+        self._restore_point = plan.step
+        self._views = {
+            layer.name: slice_tensors(self._slices[layer.name], layer, self._model, self._optimizer) for layer in self._trained
+        }
+        slices = [self._slices[layer.name] for layer in self._trained]
+        self._meter = DeltaMeter(self._trained, slices, self._model, self._optimizer, self._options.reference_fraction, self._seed)
+        return plan.step
+
+    def _facts(self) -> AttemptFacts:
+        node = ray.get_runtime_context().get_node_id()
+        owned = {
+            layer.name: sum(
+                part.tensor.nbytes for part in slice_tensors(self._slices[layer.name], layer, self._model, self._optimizer)
+            )
+            for layer in self._trained
+        }
+        told: list[tuple[str, dict[str, int]] | None] = [None] * self._world_size
+        dist.all_gather_object(told, (node, owned), group=self._group)
+        ranks = [message for message in told if message is not None]
+        return AttemptFacts(
+            node_of_rank=tuple(home for home, _ in ranks),
+            facts=tuple(
+                LayerFacts(name=name, bytes=layer_bytes(layer, self._model, self._optimizer), frozen=name not in self._slices)
+                for name, layer in self._layers.items()
+            ),
+            shard_bytes={layer.name: tuple(sizes[layer.name] for _, sizes in ranks) for layer in self._trained},
+            base=self._base,
+            has_impact=all("exp_avg" in state for state in self._optimizer.state.values()),
+        )
+
+    def _ask_for_replacement(self, bad: dict[str, str]) -> RestorePlan | None:
+        answer = self._ask_actor("restored", self._attempt, bad)
+        if isinstance(answer, Verdict):
+            raise RunStoppedError(answer)
+        return answer
+
+    def _ask_actor(self, method: str, *args: Any) -> Any:
+        """Rank 0 calls the actor and waits; every rank gets the answer."""
+        box = [_patiently(self._actor, method, *args) if self._rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    # --- ticks
+
+    def before_optimizer_step(self) -> None:
+        """Keep the optimizer from changing what a snapshot is still copying."""
+        self._snapshotter.before_optimizer_step()
+
+    def after_step(self, step: int, stats: StepStats) -> None:
+        """Measure, persist what was decided, and hold while the restore point is too far behind.
+
+        Raises:
+            RunStoppedError: the run must stop.
+        """
+        self._tokens += stats.input_tokens
+        if step % self._options.interval_steps:
+            return
+        began = time.perf_counter()
+        self._tick(step, stats)
+        self._tick_seconds = time.perf_counter() - began
+        while step - self._restore_point >= self._options.max_lag:
+            self._tick(step, None, wait_s=STANDING_WAIT_S, hold=True)
+
+    def finish(self, step: int) -> None:
+        """Persist every layer at `step`, the last one, and mark the run finished.
+
+        Raises:
+            RunStoppedError: the run must stop.
+        """
+        while not self._settled:
+            self._tick(step, None, wait_s=STANDING_WAIT_S, flush=True)
+        self._snapshotter.close()
+        verdict = self._ask_actor("finish", step)
+        if verdict is not None:
+            raise RunStoppedError(verdict)
+
+    def _tick(self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False) -> None:
+        sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
+        reply = self._receive(wait_s)
+        if reply is not None:
+            self._restore_point, self._settled = reply.restore_point, reply.whole_at == step
+            self._needs_attempt_facts = reply.needs_attempt_facts
+            if reply.order is not None:
+                self._carry_out(reply.order, step)
+        if self._rank == 0 and self._pending is None:
+            values = self._meter.drifts_and_impacts(sums)
+            names = [layer.name for layer in self._trained]
+            impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if impact is not None}
+            assert self._attempt_facts is not None
+            report = Report(
+                attempt=self._attempt,
+                step=step,
+                drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
+                impacts=impacts if len(impacts) == len(names) else None,
+                failed_hand_overs=tuple(name for name, count in zip(names, failed, strict=True) if count),
+                carried_out=self._carried[0] if self._carried else None,
+                carried_out_step=self._carried[1] if self._carried else 0,
+                hold=hold,
+                flush=flush,
+                loss=loss_sum / label_tokens if label_tokens else None,
+                tokens=tokens,
+                eval_loss=stats.eval_loss if stats else None,
+                tick_seconds=self._tick_seconds,
+                step_seconds=stats.seconds if stats else None,
+                attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
+            )
+            self._carried = self._tick_seconds = None
+            self._pending = self._actor.report.remote(report)
+
+    def _reduce(self, stats: StepStats | None) -> tuple[Tensor, list[float], float, float, int]:
+        """Sum over all ranks, in one small all-reduce: delta sums, failed hand-overs, loss and tokens."""
+        sums = self._meter.measure().cpu()
+        failed = self._failed_hand_overs()
+        scalars = [stats.loss_sum if stats else 0.0, stats.label_tokens if stats else 0, self._tokens if stats else 0]
+        flags = [float(layer.name in failed) for layer in self._trained]
+        vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
+        dist.all_reduce(vector, group=self._group)
+        count = len(self._trained)
+        loss_sum, label_tokens, tokens = vector[-3:].tolist()
+        if stats:
+            self._tokens = 0
+        return vector[: 3 * count].view(count, 3), vector[3 * count : -3].tolist(), loss_sum, label_tokens, int(tokens)
+
+    def _receive(self, wait_s: float) -> Reply | None:
+        """The actor's answer to the last report, if it is there; the same on all ranks."""
+        box: list[Reply | None] = [None]
+        if self._rank == 0 and self._pending is not None:
+            ready, _ = ray.wait([self._pending], timeout=wait_s)
+            if ready:
+                pending, self._pending = self._pending, None
+                try:
+                    box = [ray.get(pending)]
+                except ray.exceptions.RayActorError:
+                    time.sleep(wait_s)  # it is being restarted; the next report reaches its successor
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        reply = box[0]
+        if reply is not None and reply.verdict is not None:
+            raise RunStoppedError(reply.verdict)
+        return reply
+
+    # --- hand-over
+
+    def _carry_out(self, order: Order, step: int) -> None:
+        """Snapshot this rank's slices of the chosen layers and hand them to the node's ShardWriter."""
+        self._faults.strike("snapshot")
+        for name in order.layers:
+            self._snapshotter.take(self._views[name], lambda tensors, name=name: self._hand_over(order, name, step, tensors))  # type: ignore[misc]
+        self._meter.rebase(order.layers)
+        self._carried = (order, step)
+
+    def _hand_over(self, order: Order, name: str, step: int, tensors: list[ShardTensor]) -> None:
+        version = VersionId(layer=name, step=step, epoch=order.epoch, attempt=order.attempt)
+        meta = ShardMeta(
+            run=self._run,
+            layer=name,
+            step=step,
+            optimizer_step=step,
+            epoch=order.epoch,
+            attempt=order.attempt,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        shard = ShardOrder(
+            version=version,
+            rank=self._rank,
+            world_size=self._world_size,
+            meta=meta,
+            ranges=self._slices[name].ranges,
+            bytes=sum(tensor.data.nbytes for tensor in tensors),
+        )
+        put = ray.put(tensors)
+        self._faults.strike("hand_over")
+        try:
+            self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
+            self._hand_overs.append((name, self._writer.accept.remote(shard, put)))
+        except ValueError:  # the writer is not there at this moment
+            self._hand_overs.append((name, None))
+
+    def _failed_hand_overs(self) -> set[str]:
+        failed = set()
+        for _ in range(len(self._hand_overs)):
+            name, accepted = self._hand_overs.popleft()
+            if accepted is None:
+                failed.add(name)
+                continue
+            ready, _ = ray.wait([accepted], timeout=0)
+            if not ready:
+                self._hand_overs.append((name, accepted))
+                continue
+            try:
+                ray.get(accepted)
+            except ray.exceptions.RayError:
+                failed.add(name)
+        if failed:
+            self._writer = None
+        return failed
+
+
+def _patiently(actor: Any, method: str, *args: Any) -> Any:
+    """Call the actor; while Ray restarts it, wait and call again."""
+    while True:
+        try:
+            return ray.get(getattr(actor, method).remote(*args))
+        except ray.exceptions.ActorUnavailableError:
+            time.sleep(STANDING_WAIT_S)

@@ -1,0 +1,193 @@
+"""Restore of a composite: each object is read once per cluster, verified, broadcast and filled in place."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from storage.errors import CorruptObjectError, ObjectNotFoundError
+from storage.messages import RestorePlan
+from storage.object_store import ObjectStore
+from storage.records import ShardRef
+from storage.shard_format import ShardTensor
+from storage.shard_reader import read_shard
+from workers.layers import Layer
+from workers.slices import trainable
+from workers.state import fill
+
+PARALLEL_READS = 4
+_ALIGNMENT = 16  # a tensor's bytes inside a broadcast buffer must be viewable as any type
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor run inside a shard's broadcast buffer."""
+
+    name: str
+    kind: str
+    dtype: str
+    first: int
+    count: int
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Share:
+    """What one rank has read of a plan: verified tensors by object key, and what is wrong with which layer."""
+
+    tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def shards_of(plan: RestorePlan) -> list[tuple[str, ShardRef]]:
+    """(layer, shard) of every object the plan needs, in an order that all ranks agree on."""
+    return [(name, shard) for name in sorted(plan.layers) if (manifest := plan.layers[name].manifest) for shard in manifest.shards]
+
+
+def readers(plan: RestorePlan, world_size: int) -> dict[str, int]:
+    """Rank that reads each object: the largest first, each to the rank with the least to read."""
+    load = [0] * world_size
+    assigned = {}
+    for _, shard in sorted(shards_of(plan), key=lambda item: (-item[1].bytes, item[1].key)):
+        rank = load.index(min(load))
+        load[rank] += shard.bytes
+        assigned[shard.key] = rank
+    return assigned
+
+
+def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int, share: Share) -> Share:
+    """Read and verify this rank's objects; what `share` holds already is kept if the plan still needs it."""
+    assigned = readers(plan, world_size)
+    wanted = [(layer, shard) for layer, shard in shards_of(plan) if assigned[shard.key] == rank]
+    result = Share()
+
+    def read(item: tuple[str, ShardRef]) -> None:
+        layer, shard = item
+        try:
+            kept = share.tensors.get(shard.key)
+            result.tensors[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard)
+        except (CorruptObjectError, ObjectNotFoundError) as error:
+            result.bad[layer] = str(error)
+
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        list(pool.map(read, wanted))
+    return result
+
+
+def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef) -> list[ShardTensor]:
+    shard = read_shard(store, ref.key, ref.bytes, ref.digest)
+    version = plan.layers[layer].ref
+    said = (shard.meta.layer, shard.meta.step, shard.meta.epoch, shard.meta.attempt, shard.meta.rank)
+    expected = (layer, version.step, version.epoch, version.attempt, ref.rank)
+    if said != expected:
+        raise CorruptObjectError(f"{ref.key}: expected the shard of (layer, step, epoch, attempt, rank) {expected}, got {said}")
+    return list(shard.tensors)
+
+
+def index_of(share: Share) -> dict[str, list[Entry]]:
+    """Layout of the broadcast buffer of each object this rank has read."""
+    return {key: list(_entries(tensors)) for key, tensors in share.tensors.items()}
+
+
+def _entries(tensors: list[ShardTensor]) -> Iterator[Entry]:
+    offset = 0
+    for t in tensors:
+        yield Entry(t.name, t.kind, t.dtype, t.first, t.count, offset, t.data.nbytes)
+        offset += -(-t.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def uncovered(plan: RestorePlan, layers: dict[str, Layer], model: nn.Module, index: dict[str, list[Entry]]) -> dict[str, str]:
+    """Layers whose shards together do not hold every element of every trained parameter exactly once."""
+    bad = {}
+    for name, planned in plan.layers.items():
+        if planned.manifest is None:
+            continue
+        runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for shard in planned.manifest.shards:
+            for entry in index.get(shard.key, []):
+                if entry.kind == "param":
+                    runs[entry.name].append((entry.first, entry.count))
+        for parameter in trainable(layers[name], model):
+            end = 0
+            for first, count in sorted(runs[parameter]):
+                end = first + count if first == end else -1
+            if end != model.get_parameter(parameter).numel():
+                bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {parameter}"
+    return bad
+
+
+def distribute(
+    plan: RestorePlan, share: Share, index: dict[str, list[Entry]], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Broadcast every object from the rank that read it and fill it in, in place, on all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assigned = readers(plan, world_size)
+    for _, shard in shards_of(plan):
+        entries = index[shard.key]
+        size = max((entry.offset + entry.nbytes for entry in entries), default=0)
+        if size == 0:
+            continue
+        mine = assigned[shard.key] == rank
+        buffer = _packed(share.tensors.pop(shard.key), entries, size) if mine else torch.empty(size, dtype=torch.uint8)
+        buffer = buffer.to(device)
+        if world_size > 1:
+            dist.broadcast(buffer, src=assigned[shard.key])
+        for entry in entries:
+            fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
+
+
+def _packed(tensors: list[ShardTensor], entries: list[Entry], size: int) -> Tensor:
+    packed = np.empty(size, dtype=np.uint8)
+    for tensor, entry in zip(tensors, entries, strict=True):
+        packed[entry.offset : entry.offset + entry.nbytes] = tensor.data.view(np.uint8)
+    return torch.from_numpy(packed)
+
+
+def _values(buffer: Tensor, entry: Entry) -> Tensor:
+    return buffer[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
+
+
+Ask = Callable[[dict[str, str]], RestorePlan | None]
+
+
+def restore(
+    plan: RestorePlan,
+    store: ObjectStore,
+    layers: dict[str, Layer],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    ask: Ask,
+) -> RestorePlan:
+    """Bring model and optimizer to the composite of `plan`, or of the plan that replaces it when objects are unreadable.
+
+    Args:
+        group: a CPU group for the ranks' small messages.
+        ask: tells the CheckpointActor, from all ranks, which layers are unreadable; returns another plan, or None to go on.
+
+    Returns:
+        The plan that was restored.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = Share()
+    while True:
+        share = read_share(store, plan, rank, world_size, share)
+        told: list[tuple[dict[str, list[Entry]], dict[str, str]] | None] = [None] * world_size
+        dist.all_gather_object(told, (index_of(share), share.bad), group=group)
+        heard = [message for message in told if message is not None]
+        index = {key: entries for part, _ in heard for key, entries in part.items()}
+        bad = {layer: problem for _, part in heard for layer, problem in part.items()}
+        bad = {**uncovered(plan, layers, model, index), **bad}
+        replacement = ask(bad)
+        if replacement is None:
+            break
+        plan = replacement
+    distribute(plan, share, index, model, optimizer, device)
+    return plan

@@ -1,0 +1,101 @@
+"""Snapshots: a layer's slices, copied at one step, as what a ShardWriter takes.
+
+On a CPU the put into Ray's object store is the snapshot. On a GPU a side stream copies into reused pinned buffers; the
+next optimizer step waits for that copy, the training thread does not.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from storage.shard_format import ShardTensor
+from workers.state import StateTensor, dtype_name, to_numpy
+
+HandOver = Callable[[list[ShardTensor]], None]
+
+
+class Snapshotter:
+    """Takes snapshots of live tensors on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = _PinnedCopier(device) if device.type == "cuda" else None
+
+    def take(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> None:
+        """Copy `tensors` as they are now and call `hand_over` with the copy (from another thread on a GPU)."""
+        if self._cuda is None:
+            hand_over([_shard_tensor(part, part.tensor) for part in tensors])
+        else:
+            self._cuda.take(tensors, hand_over)
+
+    def before_optimizer_step(self) -> None:
+        """Order the optimizer's kernels behind copies that still read what it is about to change."""
+        if self._cuda is not None:
+            self._cuda.before_optimizer_step()
+
+    def close(self) -> None:
+        """Wait for the copies under way."""
+        if self._cuda is not None:
+            self._cuda.close()
+
+
+class _PinnedCopier:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied: torch.cuda.Event | None = None
+        self._free: list[Tensor] = []
+        self._hand_overs = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
+        self._running: list[Future[None]] = []
+
+    def take(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> None:
+        sizes = [-(-part.tensor.nbytes // 16) * 16 for part in tensors]
+        buffer = self._buffer(sum(sizes))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        copies, first = [], 0
+        with torch.cuda.stream(self._stream):
+            for part, size in zip(tensors, sizes, strict=True):
+                copy = buffer[first : first + part.tensor.nbytes].view(part.tensor.dtype)
+                copy.copy_(part.tensor, non_blocking=True)
+                copies.append(_shard_tensor(part, copy))
+                first += size
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+        for done in [future for future in self._running if future.done()]:
+            self._running.remove(done)
+            done.result()
+        self._running.append(self._hand_overs.submit(self._finish, self._copied, buffer, copies, hand_over))
+
+    def before_optimizer_step(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def close(self) -> None:
+        self._hand_overs.shutdown(wait=True)
+        for future in self._running:
+            future.result()
+
+    def _buffer(self, size: int) -> Tensor:
+        """Smallest free pinned buffer that holds `size` bytes, or a new one."""
+        fitting = sorted((b for b in self._free if b.numel() >= size), key=Tensor.numel)
+        if fitting:
+            self._free = [b for b in self._free if b is not fitting[0]]
+            return fitting[0]
+        return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+
+    def _finish(self, copied: torch.cuda.Event, buffer: Tensor, copies: list[ShardTensor], hand_over: HandOver) -> None:
+        copied.synchronize()
+        hand_over(copies)
+        self._free.append(buffer)
+
+
+def _shard_tensor(part: StateTensor, values: Tensor) -> ShardTensor:
+    return ShardTensor(
+        name=part.name,
+        kind=part.kind,
+        dtype=dtype_name(values),
+        first=part.first,
+        count=values.numel(),
+        data=to_numpy(values),
+    )

@@ -1,0 +1,116 @@
+"""One optimizer step and one evaluation; everything in them is a function of the step, not of stored state."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from workers.batches import Batch, batch_indices, collate, label_count, micro_batches, sample_seed
+from workers.data import Examples
+from workers.options import TrainingOptions
+
+IGNORED_LABEL = -100
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over this rank's samples, and the global gradient norm."""
+
+    loss_sum: float
+    label_tokens: int
+    input_tokens: int
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What a step works on."""
+
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    options: TrainingOptions
+    device: torch.device
+    pad_id: int
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision as the spec says."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Sum of the next-token cross-entropy over the batch's labels, in float32 (scalar)."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    predicted, labels = logits[:, :-1].float(), batch.labels[:, 1:]
+    return functional.cross_entropy(predicted.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def forward_backward(trainee: Trainee, examples: Examples, step: int) -> tuple[float, int, int]:
+    """Accumulate the gradients of this rank's share of step `step`; the last micro-batch averages them over the ranks.
+
+    The loss is the mean over the global batch's label tokens, whatever the number of ranks.
+
+    Returns:
+        This rank's loss sum, label tokens and input tokens.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = trainee.options
+    indices = batch_indices(step, len(examples), options.global_batch, options.seed)
+    scale = world_size / max(1, label_count(examples, indices))
+    total, labels, tokens = 0.0, 0, 0
+    for part, weight, sync in _shares(indices, options.micro_batch, rank, world_size):
+        batch = collate(examples, part, trainee.pad_id).to(trainee.device)
+        torch.manual_seed(sample_seed(options.seed, step, int(part[0])))
+        with sync_only(trainee.model, sync), trainee.autocast():
+            loss = loss_sum(trainee.model, batch)
+        with sync_only(trainee.model, sync):
+            (loss * (scale * weight)).backward()
+        total += float(loss.detach()) * weight
+        labels += int(label_count(examples, part) * weight)
+        tokens += int(batch.attention_mask.sum() * weight)
+    return total, labels, tokens
+
+
+def _shares(indices: Indices, micro_batch: int, rank: int, world_size: int) -> Iterator[tuple[Indices, float, bool]]:
+    """(micro-batch, weight, whether it synchronizes). A rank without one runs the first for nothing, to join the all-reduce."""
+    mine: Sequence[Indices] = micro_batches(indices, micro_batch, rank, world_size)
+    if not mine:
+        yield micro_batches(indices, micro_batch, 0, 1)[0], 0.0, True
+    for number, part in enumerate(mine):
+        yield part, 1.0, number == len(mine) - 1
+
+
+def sync_only(model: DistributedDataParallel, sync: bool) -> AbstractContextManager[None]:
+    """Average gradients over the ranks in this block only if `sync`."""
+    return nullcontext() if sync else model.no_sync()
+
+
+def clipped_gradient_norm(trainee: Trainee) -> float:
+    """Clip the gradients as the spec says; returns their norm before."""
+    limit = trainee.options.max_grad_norm
+    norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), float("inf") if limit is None else limit)
+    return float(norm)
+
+
+@torch.no_grad()
+def held_out_loss(trainee: Trainee, examples: Examples, group: dist.ProcessGroup | None) -> float:
+    """Mean loss per label token over all held-out examples, shared out over the ranks; the same on every rank."""
+    model = trainee.model.module
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    everything = np.arange(len(examples), dtype=np.int64)
+    for part in micro_batches(everything, trainee.options.micro_batch, dist.get_rank(), dist.get_world_size()):
+        batch = collate(examples, part, trainee.pad_id).to(trainee.device)
+        with trainee.autocast():
+            loss = loss_sum(model, batch)
+        sums += torch.tensor([float(loss), label_count(examples, part)], dtype=torch.float64)
+    model.train()
+    dist.all_reduce(sums, group=group)
+    return float(sums[0] / sums[1])
