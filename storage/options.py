@@ -68,7 +68,9 @@ def parse_write_budget(value: float | str) -> tuple[Literal["share", "bytes_per_
     try:
         share = float(Fraction(numerator) / Fraction(denominator or 1))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f'expected a share such as 0.05 or "1/20", or a rate such as "50 MB/s", got {text!r}') from None
+        raise ValueError(
+            f'expected a share such as 0.05 or "1/20", or a rate such as "50 MB/s", got {text!r}'
+        ) from None
     if not 0 < share <= 1:
         raise ValueError(f"a share of the full state per tick must be above 0 and at most 1, got {text!r}")
     return "share", share
