@@ -7,9 +7,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 
 class Options(BaseModel):
-    """Base of every section of the job spec: frozen, unknown keys refused, field docstrings kept."""
+    """Base of every section of the job spec: frozen, unknown keys and infinities refused, field docstrings kept."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class S3Options(Options):
