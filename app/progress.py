@@ -47,7 +47,7 @@ class ProgressDisplay:
     """Shows progress on `console`; a context manager.
 
     On a terminal each update replaces the line, and what others print appears above it. Elsewhere a line is printed
-    when the state changes, at the last step, and otherwise after 10 seconds or 10 % of the steps, whichever comes first.
+    when the state changes, at the last step, and otherwise after 10 seconds or 10 % of the steps.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,12 +13,12 @@ _LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 class FieldFacts(NamedTuple):
-    """What a user needs to know of one field. `default` is what the spec would say, as JSON; None if required."""
+    """What a user needs to know of one field. `default` as it stands in JSON; None, too, if there is none."""
 
     path: str
     type: str
     required: bool
-    default: str | None
+    default: Any
     meaning: str
 
 
@@ -38,7 +38,7 @@ def _fields(section: dict[str, Any], definitions: dict[str, Any], prefix: str) -
             path=path,
             type=_type_of(field, definitions),
             required=name in required,
-            default=json.dumps(field["default"]) if "default" in field else None,
+            default=field.get("default"),
             meaning=" ".join(meaning.split()),
         )
         if inner is not None:
@@ -82,7 +82,9 @@ def render_schema(fields: Iterable[FieldFacts]) -> str:
     for field in fields:
         if "section" in field.type:
             lines.append("")
-        default = "required" if field.required else "" if field.type == "section" else f"default {field.default}"
+        default = (
+            "required" if field.required else "" if field.type == "section" else f"default {json.dumps(field.default)}"
+        )
         lines.extend(
             textwrap.wrap(f"{field.path}: {field.type}; {default}".rstrip("; "), width, subsequent_indent="    ")
         )

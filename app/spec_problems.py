@@ -55,9 +55,8 @@ def _location(detail: ErrorDetails, data: Any) -> tuple[str | int, ...]:
     """Where in `data` it is: pydantic's own, without the names of union members it appends."""
     location: list[str | int] = []
     for part in detail["loc"]:
-        if isinstance(data, dict) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        if part in keys:
             data = data[part]
         elif detail["type"] != "missing":
             break

@@ -1,5 +1,8 @@
 """What a run's newest record says, in the form that `status --json` prints."""
 
+from storage.catalog import Catalog
+from storage.errors import SpecError
+from storage.object_store import ObjectStore
 from storage.records import Incident, Record, Recovery, Stored
 
 
@@ -74,3 +77,19 @@ def status_of(run_url: str, record: Record) -> RunStatus:
         tick_seconds_median=progress.tick_seconds_median,
         tick_seconds_p99=progress.tick_seconds_p99,
     )
+
+
+def read_status(store: ObjectStore) -> RunStatus:
+    """Status of the run that `store` holds.
+
+    Raises:
+        SpecError: there is no run, or none that has committed anything yet.
+        StoreError: the store cannot be read.
+    """
+    catalog = Catalog(store)
+    record = catalog.newest_record()
+    if record is None:
+        if catalog.newest_claim() is None:
+            raise SpecError(f"{store.url}: no run here; expected a run's storage URL, for example runs/quickstart")
+        raise SpecError(f"{store.url}: the run has no readable restore point yet; try again when it has committed one")
+    return status_of(store.url, record)

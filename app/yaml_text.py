@@ -59,8 +59,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        # A mistyped secret may stand between the quotes; token names and single characters may stay.
-        problem = re.sub(r"'[^'<]{4,}'", "'...'", error.problem or error.context or "not YAML")
+        # What follows is quoted from the document; an unquoted secret such as `*x` reads as an alias.
+        problem = re.sub(r"\b(alias|anchor|tag|handle) ['\"].*", r"\1", error.problem or error.context or "not YAML")
         # `from None` here and below: the cause would print an excerpt of the document, secrets included.
         raise SpecError(f"{where}: {line}{problem}; fix the YAML there") from None
     except yaml.reader.ReaderError as error:
