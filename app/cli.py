@@ -91,7 +91,7 @@ def split_run(run: str) -> tuple[str, str]:
     """
     scheme, separator, path = run.rpartition("://")
     if not separator and run:
-        path = os.path.abspath(run)  # noqa: PTH100 - Path.resolve would follow links
+        path = os.path.abspath(run)
     parent, _, name = path.rstrip("/").rpartition("/")
     if not name or (separator and not parent):
         raise SpecError(f"RUN: expected <storage>/<run name> such as runs/quickstart or s3://bucket/runs/x, got {run}")

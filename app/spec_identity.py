@@ -77,7 +77,7 @@ def _shortened(text: str) -> str:
 
 
 def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - Path.resolve would follow links
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def _resolved(path: str) -> str:

@@ -54,7 +54,7 @@ def _figures(status: RunStatus) -> Table:
 
 def _written(status: RunStatus) -> str:
     full = decimal(status.ticks * status.full_checkpoint_bytes)
-    less = f" ({status.reduction:.1f} times less)" if status.reduction is not None else ""
+    less = f" ({status.reduction:.1f}x)" if status.reduction is not None else ""
     return f"{decimal(status.bytes_written)}; full checkpoints at the same {status.ticks:,} ticks: {full}{less}"
 
 
@@ -71,8 +71,8 @@ def seconds(value: float) -> str:
 def _recoveries(status: RunStatus) -> Table:
     table = Table(title="Recoveries", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("cause", overflow="fold")
-    for heading in ("restore point", "steps lost", "mean age", "largest age", "down for"):
-        table.add_column(heading, justify="right", min_width=7)
+    for heading in ("restore\npoint", "steps\nlost", "mean\nage", "largest\nage", "death to\nnext step"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for recovery in status.recoveries:
         table.add_row(
             recovery.cause,

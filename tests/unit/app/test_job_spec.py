@@ -23,8 +23,8 @@ OVERRIDES_AND_PROBLEMS = [
         ["modell.path=x"],
         [
             (
-                "modell: unknown key; expected one of name, storage, model, data, training, scaling, checkpoint, failures, "
-                "fault_injection; did you mean model?"
+                "modell: unknown key; expected one of name, storage, model, data, training, scaling, checkpoint, "
+                "failures, fault_injection; did you mean model?"
             )
         ],
     ),

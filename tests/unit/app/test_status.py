@@ -115,7 +115,7 @@ def test_summary_says_it_all_in_80_columns() -> None:
         "runs/quick (finished)",
         "61, restore point at 60",
         "mean 10.0, largest 20, bound 50 steps",
-        "6.0 MB; full checkpoints at the same 60 ticks: 120.0 MB (20.0 times less)",
+        "6.0 MB; full checkpoints at the same 60 ticks: 120.0 MB (20.0x)",
         "final loss 2.2500",
         "held-out loss 2.5000 at step 60",
         "step 1.4 s, tick 2.1 ms (medians), 99th percentile 13.0 ms",
