@@ -8,6 +8,7 @@ from app.job_spec import load_spec
 from storage.errors import SpecError
 from tests.unit.app.specs import GOOD, good_spec, write_spec
 
+JOBS = Path(__file__).parents[3] / "jobs"
 TRAINING_KEYS = (
     "steps, passes, global_batch, micro_batch, learning_rate, betas, eps, weight_decay, schedule, warmup_steps, "
     "max_grad_norm, seed, precision, eval_every_steps, on_nonfinite"
@@ -241,6 +242,6 @@ def test_numbers_are_read_as_yaml_1_2(tmp_path: Path) -> None:
     assert (spec.checkpoint.write_budget, spec.training.weight_decay) == (0.05, 0.5)
 
 
-@pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=str)
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_spec_is_valid(path: Path) -> None:
     load_spec(path)
