@@ -7,9 +7,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 
 class Options(BaseModel):
-    """Base of every section of the job spec: frozen, unknown keys refused, field docstrings kept."""
+    """Base of every section of the job spec: frozen, unknown keys and infinities refused, field docstrings kept."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class S3Options(Options):
@@ -68,7 +70,9 @@ def parse_write_budget(value: float | str) -> tuple[Literal["share", "bytes_per_
     try:
         share = float(Fraction(numerator) / Fraction(denominator or 1))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f'expected a share such as 0.05 or "1/20", or a rate such as "50 MB/s", got {text!r}') from None
+        raise ValueError(
+            f'expected a share such as 0.05 or "1/20", or a rate such as "50 MB/s", got {text!r}'
+        ) from None
     if not 0 < share <= 1:
         raise ValueError(f"a share of the full state per tick must be above 0 and at most 1, got {text!r}")
     return "share", share

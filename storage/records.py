@@ -121,7 +121,7 @@ class Totals(Stored):
 
 
 class Recovery(Stored):
-    """One restart from the composite. `seconds` runs from the last tick before the failure to the first step after it."""
+    """One restart from the composite; `seconds` runs from the last tick before the failure to the first step after."""
 
     attempt: NonNegative
     cause: str

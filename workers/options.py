@@ -131,7 +131,9 @@ class TrainingOptions(Options):
         if (self.steps is None) == (self.passes is None):
             raise ValueError("give steps or passes, one of them")
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch must be a multiple of micro_batch = {self.micro_batch}, got {self.global_batch}")
+            raise ValueError(
+                f"global_batch must be a multiple of micro_batch = {self.micro_batch}, got {self.global_batch}"
+            )
         return self
 
 

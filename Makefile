@@ -1,0 +1,34 @@
+# Everything runs in .venv; `make help` lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint bench
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install everything at the tested versions (skipped when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON=" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: setup ## train a small model, kill a worker, watch the run recover (two minutes)
+	@if [ -e runs/quickstart ]; then echo "removing runs/quickstart of an earlier quickstart"; rm -r runs/quickstart; fi
+	$(BIN)/python -m app run jobs/quickstart.yaml
+
+test: setup ## run all tests (those marked gpu only where there is one)
+	$(BIN)/python -m pytest
+
+lint: setup ## format check, ruff, mypy, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## run the main job's benchmark and record it under benchmarks/results/
+	$(BIN)/python -m benchmarks.main_job

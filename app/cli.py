@@ -1,0 +1,146 @@
+"""Command line. Every command parses, calls one function elsewhere, and prints what it returned.
+
+Exit codes: 0 done; 1 the run failed, or something stored is broken; 2 bad input or usage, nothing started; 130 Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console, Group, RenderableType
+
+from app.job_spec import JobSpec, load_spec
+from app.schema import fields_of, render_schema
+from app.status import read_status
+from app.summary import layer_table, summary
+from storage.errors import LayerCheckError, RunLiveError, SpecError, StoreError
+from storage.object_store import ObjectStore, open_object_store
+from storage.options import S3Options, StorageOptions
+
+BAD_INPUT = (SpecError, StoreError, RunLiveError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands; each sets `handler`, a function from the parsed arguments to the exit code."""
+    parser = _Parser(prog="layercheck", description="Fault-tolerant LLM post-training with layer-wise checkpoints.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, handler: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        added.set_defaults(handler=handler)
+        added.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+        return added
+
+    def run_command(name: str, handler: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
+        added = command(name, handler, help_text)
+        added.add_argument("run", metavar="RUN", help="storage URL of a run: runs/quickstart, s3://bucket/runs/x")
+        added.add_argument("--endpoint", help="URL of an S3-compatible server (default: AWS)")
+        added.add_argument("--region", help="S3 region (default: as AWS is configured)")
+        return added
+
+    run = command("run", _run, "run a job spec, or resume it; a finished run says so")
+    run.add_argument("spec", metavar="SPEC", type=Path, help="YAML file; `schema` lists its fields")
+    run.add_argument("--set", metavar="K=V", action="append", default=[], help="override a field: training.steps=60")
+    run.add_argument("--takeover", action="store_true", help="take the run over from a driver that still shows life")
+    run_command("status", _status, "show the newest restore point and what the run went through")
+    run_command("verify", _verify, "read and check every shard that a retained restore point names")
+    export = run_command("export", _export, "write the newest restore point as a Hugging Face model folder")
+    export.add_argument("dir", metavar="DIR", type=Path, help="folder to write; must be absent or empty")
+    gc = run_command("gc", _gc, "delete what no retained restore point needs")
+    gc.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    command("schema", _schema, "list the job spec's fields: type, default, meaning")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code. What is not a `LayerCheckError` is a bug and keeps its traceback."""
+    args = build_parser().parse_args(arguments)
+    try:
+        code = args.handler(args)
+        sys.stdout.flush()
+    except LayerCheckError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2 if isinstance(error, BAD_INPUT) else 1
+    except KeyboardInterrupt:
+        print("error: interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`); without this, Python complains once more when it flushes stdout on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return int(code)
+
+
+def split_run(run: str) -> tuple[str, str]:
+    """Storage URL (a local one made absolute) and name of the run at URL `run`.
+
+    Raises:
+        SpecError: `run` is not `<storage>/<run name>`.
+    """
+    scheme, separator, path = run.rpartition("://")
+    if not separator and run:
+        path = os.path.abspath(run)
+    parent, _, name = path.rstrip("/").rpartition("/")
+    if not name or (separator and not parent):
+        raise SpecError(f"RUN: expected <storage>/<run name> such as runs/quickstart or s3://bucket/runs/x, got {run}")
+    return f"{scheme}://{parent}" if separator else parent or "/", name
+
+
+def _store(args: argparse.Namespace) -> ObjectStore:
+    url, name = split_run(args.run)
+    options = StorageOptions(url=url, s3=S3Options(endpoint=args.endpoint, region=args.region))
+    return open_object_store(options, name)
+
+
+def _show(args: argparse.Namespace, document: object, text: RenderableType) -> None:
+    if args.json:
+        print(json.dumps(document, indent=2))
+    else:
+        Console().print(text)
+
+
+def _status(args: argparse.Namespace) -> int:
+    status = read_status(_store(args))
+    _show(args, status.model_dump(mode="json"), Group(summary(status), layer_table(status)))
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    fields = fields_of(JobSpec)
+    if args.json:
+        print(json.dumps([field._asdict() for field in fields], indent=2))
+    else:
+        print(render_schema(fields), end="")
+    return 0
+
+
+# The handlers below are completed together with what they call: app.driver, app.verify, app.export, app.gc.
+
+
+def _run(args: argparse.Namespace) -> int:
+    load_spec(args.spec, args.set)
+    raise NotImplementedError
+
+
+def _verify(args: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+def _export(args: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+def _gc(args: argparse.Namespace) -> int:
+    raise NotImplementedError

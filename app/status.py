@@ -1,0 +1,95 @@
+"""What a run's newest record says, in the form that `status --json` prints."""
+
+from storage.catalog import Catalog
+from storage.errors import SpecError
+from storage.object_store import ObjectStore
+from storage.records import Incident, Record, Recovery, Stored
+
+
+class LayerStatus(Stored):
+    """One layer in the newest restore point. `bytes`: what is stored of it; the base version costs none."""
+
+    name: str
+    step: int
+    age: int
+    bytes: int
+
+
+class RunStatus(Stored):
+    """A run as of its newest restore point. Ages in steps, over the trained layers; times in seconds."""
+
+    run: str
+    epoch: int
+    step: int
+    restore_point: int
+    staleness_bound_steps: int
+    max_age: int
+    mean_age: float
+    layers: tuple[LayerStatus, ...]
+    attempts: int
+    ticks: int
+    bytes_written: int
+    full_checkpoint_bytes: int
+    reduction: float | None
+    recoveries: tuple[Recovery, ...]
+    incidents: tuple[Incident, ...]
+    finished: bool
+    loss: float | None
+    eval_losses: tuple[tuple[int, float], ...]
+    step_seconds_median: float | None
+    tick_seconds_median: float | None
+    tick_seconds_p99: float | None
+
+
+def status_of(run_url: str, record: Record) -> RunStatus:
+    """Status of the run at `run_url` as `record` tells it.
+
+    `reduction` is how many times fewer bytes were written than full checkpoints at the same ticks would have taken
+    (ticks x full_checkpoint_bytes / bytes_written); null when nothing was written. A frozen layer has age 0.
+    """
+    ages = record.ages()
+    totals, progress = record.totals, record.progress
+    layers = tuple(
+        LayerStatus(name=name, step=version.step, age=ages.get(name, 0), bytes=version.bytes)
+        for name, version in record.layers.items()
+    )
+    full_bytes = record.full_checkpoint_bytes
+    return RunStatus(
+        run=run_url,
+        epoch=record.epoch,
+        step=progress.step,
+        restore_point=record.step,
+        staleness_bound_steps=record.staleness_bound_steps,
+        max_age=max(ages.values(), default=0),
+        mean_age=sum(ages.values()) / len(ages) if ages else 0.0,
+        layers=layers,
+        attempts=totals.attempts,
+        ticks=totals.ticks,
+        bytes_written=totals.bytes_written,
+        full_checkpoint_bytes=full_bytes,
+        reduction=totals.ticks * full_bytes / totals.bytes_written if totals.bytes_written else None,
+        recoveries=record.recoveries,
+        incidents=record.incidents,
+        finished=record.finished,
+        loss=progress.loss,
+        eval_losses=progress.eval_losses,
+        step_seconds_median=progress.step_seconds_median,
+        tick_seconds_median=progress.tick_seconds_median,
+        tick_seconds_p99=progress.tick_seconds_p99,
+    )
+
+
+def read_status(store: ObjectStore) -> RunStatus:
+    """Status of the run that `store` holds.
+
+    Raises:
+        SpecError: there is no run, or none that has committed anything yet.
+        StoreError: the store cannot be read.
+    """
+    catalog = Catalog(store)
+    record = catalog.newest_record()
+    if record is None:
+        if catalog.newest_claim() is None:
+            raise SpecError(f"{store.url}: no run here; expected a run's storage URL, for example runs/quickstart")
+        raise SpecError(f"{store.url}: the run has no readable restore point yet; try again when it has committed one")
+    return status_of(store.url, record)
