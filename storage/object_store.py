@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from storage.errors import SpecError
+from storage.local_store import LocalStore
 from storage.options import StorageOptions
+from storage.s3_store import S3Store
+from storage.store_common import ObjectInfo, checked_key
 
-
-class ObjectInfo(NamedTuple):
-    """One stored object."""
-
-    key: str
-    bytes: int
+__all__ = ["ObjectInfo", "ObjectStore", "open_object_store"]
 
 
 class ObjectStore(Protocol):
@@ -24,6 +25,10 @@ class ObjectStore(Protocol):
     """
 
     url: str
+
+    def check_reachable(self) -> None:
+        """Raise `StoreError` within a few seconds if the store cannot be reached or used at all. Writes nothing."""
+        ...
 
     def open_writer(self, key: str) -> AbstractContextManager[pa.NativeFile]:
         """Stream a new object. It becomes visible, durably, only when the block ends without an exception."""
@@ -59,5 +64,19 @@ class ObjectStore(Protocol):
 
 
 def open_object_store(options: StorageOptions, run: str) -> ObjectStore:
-    """Open the store of `<options.url>/<run>`. Checks nothing yet: see `storage.probe`."""
-    raise NotImplementedError
+    """Open the store of `<options.url>/<run>`. Checks nothing yet: see `storage.probe`.
+
+    Raises:
+        SpecError: `options.url` is of a kind that is not supported, or the endpoint is no URL.
+    """
+    checked_key(run)
+    scheme, separator, rest = options.url.partition("://")
+    if not separator:
+        return LocalStore(Path(options.url) / run)
+    if scheme == "file" and rest.startswith("/"):
+        return LocalStore(Path(rest) / run)
+    bucket = urlsplit(options.url).netloc
+    if scheme != "s3" or not bucket:
+        raise SpecError(f"storage.url: expected a folder or s3://bucket/prefix, got {options.url!r}")
+    prefix = "/".join(part for part in (rest.removeprefix(bucket).strip("/"), run) if part)
+    return S3Store(bucket, checked_key(prefix), options.s3)

@@ -1,0 +1,212 @@
+"""Reads shards, see `storage.shard_format`. Stored bytes are not trusted, bounded before use, and never executed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from storage.errors import CorruptObjectError
+from storage.object_store import ObjectStore
+from storage.shard_format import (
+    BATCH_BYTES,
+    CODEC_RAW,
+    DTYPES,
+    INDEX_KEY,
+    META_KEY,
+    SCHEMA,
+    Checksums,
+    Chunk,
+    ChunkIndex,
+    Shard,
+    ShardMeta,
+    ShardTensor,
+    TensorIndex,
+)
+from storage.store_common import translated
+
+# What Arrow raises for bytes that are no IPC file: its own errors, and Python's for sizes and names that make no sense.
+_PARSE_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError)
+_LARGEST_READ = 4 * BATCH_BYTES  # nothing that a range read fetches at once (footer, batch) is larger
+
+
+class _Row(NamedTuple):
+    name: str
+    kind: str
+    dtype: str
+    first: int
+    count: int
+    codec: str
+    payload: pa.Buffer
+    checksum: int
+
+
+def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
+    """Read and verify a whole shard.
+
+    Args:
+        bytes: size of the object according to its manifest.
+        digest: digest of the shard according to its manifest.
+
+    Returns:
+        The shard; arrays are read-only, and those of one chunk are views of the bytes read.
+
+    Raises:
+        ObjectNotFoundError: there is no such object.
+        CorruptObjectError: it is not the shard that the manifest means.
+        StoreError: the store failed.
+    """
+    with store.open_reader(key) as source:
+        _check_size(source, key, bytes)
+        with translated("read", key):
+            buffer = source.read_buffer(bytes)
+    if buffer.size != bytes:
+        raise CorruptObjectError(f"{key}: expected {bytes} bytes, got {buffer.size}; the object is truncated")
+    with _parsing(key):
+        shard = _OpenShard(key, pa.BufferReader(buffer), bytes)
+        rows = [row for batch in range(shard.batches) for row in shard.rows(batch)]
+        if (found := shard.checksums.digest()) != digest:
+            raise CorruptObjectError(f"{key}: expected digest {digest}, got {found}; the object is another one")
+        places = [place for tensor in shard.index.tensors for place in tensor.chunks]
+        if sorted((chunk.batch, chunk.row) for chunk in places) != shard.seen:
+            raise CorruptObjectError(f"{key}: rows stored are not those of the chunk index")
+        by_place = dict(zip(shard.seen, rows, strict=True))
+        tensors = tuple(
+            _join(key, tensor, [by_place[chunk.batch, chunk.row] for chunk in tensor.chunks], tensor.chunks)
+            for tensor in shard.index.tensors
+        )
+    return Shard(shard.meta, tensors)
+
+
+def read_range(store: ObjectStore, key: str, bytes: int, name: str, kind: str, first: int, count: int) -> Shard:
+    """Read and verify elements `[first, first + count)` of one tensor, fetching only the batches that hold them.
+
+    The digest cannot be checked without reading everything; the rows' checksums, which cover the shard's metadata,
+    are, and the caller compares `meta` with what it expects.
+
+    Returns:
+        A shard with this part of this one tensor.
+
+    Raises:
+        ObjectNotFoundError, CorruptObjectError, StoreError: as `read_shard`.
+        ValueError: the shard holds no such elements.
+    """
+    with store.open_reader(key) as source:
+        _check_size(source, key, bytes)
+        with _parsing(key):
+            shard = _OpenShard(key, pa.PythonFile(_BoundedFile(source, key, bytes), mode="r"), bytes)
+            found = [tensor for tensor in shard.index.tensors if (tensor.name, tensor.kind) == (name, kind)]
+        if not found or first < found[0].first or count < 0 or first + count > found[0].first + found[0].count:
+            raise ValueError(f"{key} does not hold elements [{first}, {first + count}) of {name} ({kind})")
+        tensor = found[0]
+        chunks = [c for c in tensor.chunks if c.first < first + count and first < c.first + c.count] or tensor.chunks[:1]
+        with _parsing(key):
+            read = {batch: list(shard.rows(batch)) for batch in sorted({chunk.batch for chunk in chunks})}
+            rows = [read[chunk.batch][chunk.row] for chunk in chunks]
+            part = _join(key, tensor, rows, tuple(chunks))
+    start = max(first - part.first, 0) if count else 0
+    return Shard(shard.meta, (ShardTensor(name, kind, tensor.dtype, first, count, part.data[start : start + count]),))
+
+
+class _OpenShard:
+    """A shard whose metadata is parsed and checked; its rows are checked one batch at a time."""
+
+    def __init__(self, key: str, source: pa.NativeFile, size: int) -> None:
+        self.key = key
+        self._reader = pa.ipc.open_file(source)
+        if not self._reader.schema.equals(SCHEMA):
+            raise CorruptObjectError(f"{key}: columns are not those of shard format 1")
+        metadata = self._reader.schema.metadata or {}
+        if metadata.keys() != {META_KEY, INDEX_KEY}:
+            raise CorruptObjectError(f"{key}: metadata is not that of shard format 1")
+        self.meta = ShardMeta.from_bytes(key, metadata[META_KEY])
+        self.index = ChunkIndex.from_bytes(key, metadata[INDEX_KEY])
+        if (total := sum(tensor.bytes for tensor in self.index.tensors)) > size:
+            raise CorruptObjectError(f"{key}: the chunk index promises {total} bytes of elements in a file of {size}")
+        self.batches: int = self._reader.num_record_batches
+        self.checksums = Checksums(metadata[META_KEY], metadata[INDEX_KEY])
+        self.seen: list[tuple[int, int]] = []
+
+    def rows(self, number: int) -> Iterator[_Row]:
+        """Rows of batch `number`, each verified by its checksum."""
+        batch = self._reader.get_batch(number)
+        batch.validate(full=True)  # offsets that point outside the payload would be followed otherwise
+        if any(column.null_count for column in batch.columns):
+            raise CorruptObjectError(f"{self.key}: batch {number} has null fields")
+        fields = [column.to_pylist() for name, column in zip(batch.schema.names, batch.columns) if name != "payload"]
+        for place, values in enumerate(zip(*fields, strict=True)):
+            payload = batch.column("payload")[place].as_buffer()
+            row = _Row(*values[:-1], payload, values[-1])
+            if self.checksums.of_row(*row[:-1]) != row.checksum:
+                raise CorruptObjectError(f"{self.key}: checksum of row {place} in batch {number} is wrong")
+            self.checksums.add(row.checksum)
+            self.seen.append((number, place))
+            yield row
+
+
+def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, ...]) -> ShardTensor:
+    """Put the elements of consecutive chunks together."""
+    dtype = DTYPES[tensor.dtype]
+    for row, chunk in zip(rows, chunks, strict=True):
+        expected = (tensor.name, tensor.kind, tensor.dtype, chunk.first, chunk.count, CODEC_RAW)
+        if row[:6] != expected or row.payload.size != chunk.count * dtype.itemsize:
+            raise CorruptObjectError(f"{key}: expected row {expected}, got {row[:6]} with {row.payload.size} bytes")
+    parts = [np.frombuffer(row.payload, dtype) for row in rows]
+    data: npt.NDArray[np.generic] = parts[0] if len(parts) == 1 and parts[0].flags.aligned else np.concatenate(parts)
+    data.flags.writeable = False
+    return ShardTensor(tensor.name, tensor.kind, tensor.dtype, chunks[0].first, data.size, data)
+
+
+def _check_size(source: pa.NativeFile, key: str, expected: int) -> None:
+    with translated("read", key):
+        size = source.size()
+    if size != expected:
+        raise CorruptObjectError(f"{key}: expected {expected} bytes, got {size}; the object is truncated or another one")
+
+
+@contextmanager
+def _parsing(key: str) -> Iterator[None]:
+    try:
+        yield
+    except _PARSE_ERRORS as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CorruptObjectError(f"{key}: not a shard: {reason or type(error).__name__}") from error
+
+
+class _BoundedFile:
+    """What Arrow reads a range through: no read goes past the end or is larger than a shard ever needs."""
+
+    closed = False
+
+    def __init__(self, source: pa.NativeFile, key: str, size: int) -> None:
+        self._source, self._key, self._size, self._position = source, key, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def read(self, count: int) -> pa.Buffer | bytes:
+        count = min(count, self._size - self._position)
+        if count <= 0:
+            return b""
+        if count > _LARGEST_READ:
+            raise CorruptObjectError(f"{self._key}: a part claims {count} bytes, at most {_LARGEST_READ} are possible")
+        with translated("read", self._key):
+            self._source.seek(self._position)
+            data = self._source.read(count)
+        self._position += len(data)
+        return data
+
+    def close(self) -> None:
+        """The source belongs to the caller."""
