@@ -1,0 +1,158 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.workers.models import take_steps, tiny
+from workers.delta import DeltaMeter, drifts_and_impacts
+from workers.layers import find_layers
+from workers.optimizer import build_optimizer
+from workers.options import TrainingOptions
+from workers.slices import cut
+
+OPTIONS = TrainingOptions(steps=2, learning_rate=1e-2, betas=(0.8, 0.99))
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+
+
+def meters(model: Any, optimizer: torch.optim.Optimizer, world_size: int, fraction: float, seed: int = 0) -> list[DeltaMeter]:
+    layers = find_layers(model)
+    return [
+        DeltaMeter(layers, [cut(layer, model, rank, world_size) for layer in layers], model, optimizer, fraction, seed)
+        for rank in range(world_size)
+    ]
+
+
+def formula(model: Any, optimizer: torch.optim.Optimizer, reference: dict[str, torch.Tensor]) -> list[list[float]]:
+    rows = []
+    for layer in find_layers(model):
+        row = [0.0, 0.0, 0.0]
+        for name in layer.params:
+            parameter = model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            moved = parameter.detach().double() - reference[name].double()
+            state = optimizer.state[parameter]
+            momentum = state["exp_avg"].double() / (1 - 0.8 ** state["step"].double())
+            terms = (moved.square().sum(), reference[name].double().square().sum(), -(momentum * moved).sum())
+            row = [total + float(term) for total, term in zip(row, terms, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", ["llama-tied", "gpt2", "qwen3_moe"])
+def test_exact_measurement_is_the_plain_formula(kind: str, world_size: int, dtype: torch.dtype, device: str) -> None:
+    model = tiny(kind, dtype=dtype).to(device)
+    optimizer = build_optimizer(model, OPTIONS)
+    ranks = meters(model, optimizer, world_size, 1.0)
+    reference = weights(model)
+    take_steps(model, optimizer)
+    sums = sum(meter.measure() for meter in ranks)
+    assert sums.shape == (len(find_layers(model)), 3) and sums.dtype == torch.float64 and sums.device.type == device
+    torch.testing.assert_close(
+        sums.cpu(), torch.tensor(formula(model, optimizer, reference), dtype=torch.float64), rtol=1e-4, atol=1e-9
+    )
+
+
+def wide(seed: int = 0) -> Any:
+    """Layers large enough to be sampled: about a million elements each."""
+    model = tiny("llama", seed=seed)
+    for layer in (*model.model.layers, model.model):
+        for name, parameter in list(layer.named_parameters()):
+            if "weight" in name and parameter.ndim == 2:
+                parameter.data = torch.randn(1000, 401)
+    return model
+
+
+def disturb(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        optimizer.state[parameter]["exp_avg"].copy_(0.01 * torch.randn(parameter.shape, generator=generator) - 0.1 * noise)
+        optimizer.state[parameter]["step"].fill_(4)
+        parameter.data += 0.01 * noise
+
+
+def test_sample_estimates_the_sums_and_does_not_depend_on_the_number_of_ranks() -> None:
+    model = wide()
+    optimizer = build_optimizer(model, OPTIONS)
+    by_world = {size: meters(model, optimizer, size, 1 / 64) for size in (1, 2, 5)}
+    reference = weights(model)
+    disturb(model, optimizer)
+    exact = torch.tensor(formula(model, optimizer, reference), dtype=torch.float64)
+    measured = {size: sum(meter.measure() for meter in ranks) for size, ranks in by_world.items()}
+    torch.testing.assert_close(measured[1][:3], exact[:3], rtol=0.03, atol=0)
+    for size in (2, 5):
+        torch.testing.assert_close(measured[size], measured[1], rtol=1e-5, atol=0)
+    other = sum(meter.measure() for meter in meters(model, optimizer, 1, 1 / 64, seed=1))
+    assert not torch.equal(other[:, 1], measured[1][:, 1])
+
+
+def test_reference_is_as_small_as_asked() -> None:
+    model = wide()
+    layers = find_layers(model)
+    meter = meters(model, build_optimizer(model, OPTIONS), 2, 1 / 64)[0]
+    owned = sum(r.count for layer in layers for r in cut(layer, model, 0, 2).ranges) * 4
+    held = 0
+    for batch in meter._batches:
+        held += batch.reference.nbytes + batch.piece_of_row.nbytes
+        held += sum(piece.runs.nbytes for piece in batch.pieces if piece.runs is not None)
+    assert held / owned < 0.02
+
+
+def test_rebase_moves_the_reference_of_the_named_layers_only() -> None:
+    model = wide()
+    optimizer = build_optimizer(model, OPTIONS)
+    for fraction in (1.0, 1 / 64):
+        meter = meters(model, optimizer, 1, fraction)[0]
+        disturb(model, optimizer)
+        before = meter.measure()
+        meter.rebase(["block-01"])
+        after = meter.measure()
+        assert after[2, 0] == 0 and after[2, 2] == 0 and after[2, 1] != before[2, 1]
+        assert torch.equal(after[[0, 1, 3]], before[[0, 1, 3]])
+        assert (before[:, 0] > 0).all()
+
+
+def test_frozen_layers_and_unowned_layers_are_zero() -> None:
+    model = tiny("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    optimizer = build_optimizer(model, OPTIONS)
+    meter = meters(model, optimizer, 1, 1.0)[0]
+    take_steps(model, optimizer)
+    assert meter.measure()[0].tolist() == [0, 0, 0]
+
+
+def test_before_the_first_step_nothing_has_moved() -> None:
+    model = tiny("llama")
+    sums = meters(model, build_optimizer(model, OPTIONS), 1, 1.0)[0].measure()
+    assert [(drift, impact) for drift, impact in drifts_and_impacts(sums)] == [(0, 0)] * 4
+
+
+def test_optimizer_without_exp_avg_has_no_impact_but_a_drift() -> None:
+    model = tiny("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = meters(model, optimizer, 1, 1.0)[0]
+    take_steps(model, optimizer)
+    for drift, impact in drifts_and_impacts(meter.measure()):
+        assert drift > 0 and math.isnan(impact)
+
+
+def test_drifts_and_impacts() -> None:
+    summed = torch.tensor([[9.0, 4.0, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, -1.0]], dtype=torch.float64)
+    assert drifts_and_impacts(summed) == [(1.5, 0.5), (0.0, 0.0), (1e12, -1.0)]
+
+
+def test_a_nan_weight_shows() -> None:
+    model = tiny("llama")
+    meter = meters(model, build_optimizer(model, OPTIONS), 1, 1.0)[0]
+    model.lm_head.weight.data[3, 3] = math.nan
+    drifts = [drift for drift, _ in drifts_and_impacts(meter.measure())]
+    assert math.isnan(drifts[-1]) and drifts[:-1] == [0, 0, 0]
