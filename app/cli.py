@@ -8,15 +8,21 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 
+from app.driver import run_job
+from app.export import export_run
+from app.gc import collect
 from app.job_spec import JobSpec, load_spec
 from app.schema import fields_of, render_schema
 from app.status import read_status
 from app.summary import layer_table, summary
+from app.verify import verify_run
 from storage.errors import LayerCheckError, RunLiveError, SpecError, StoreError
 from storage.object_store import ObjectStore, open_object_store
 from storage.options import S3Options, StorageOptions
@@ -126,21 +132,33 @@ def _schema(args: argparse.Namespace) -> int:
     return 0
 
 
-# The handlers below are completed together with what they call: app.driver, app.verify, app.export, app.gc.
-
-
 def _run(args: argparse.Namespace) -> int:
-    load_spec(args.spec, args.set)
-    raise NotImplementedError
+    outcome = run_job(load_spec(args.spec, args.set), takeover=args.takeover, console=Console(stderr=True))
+    if outcome.status is not None:
+        _show(args, outcome.status.model_dump(mode="json"), summary(outcome.status))
+    if outcome.had_finished:
+        print("this run had finished before; nothing was done", file=sys.stderr)
+    if outcome.verdict is not None:
+        print(f"error: {outcome.verdict.kind}: {outcome.verdict.message}", file=sys.stderr)
+    return 1 if outcome.verdict else 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    found = verify_run(_store(args))
+    points = ", ".join(str(step) for step in found.restore_points)
+    text = f"restore points {points}: {found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)} read and checked"
+    _show(args, found.as_dict(), "\n".join([text, *(f"broken: {problem}" for problem in found.problems)]))
+    return 1 if found.problems else 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    step = export_run(_store(args), args.dir)
+    _show(args, {"step": step, "dir": str(args.dir)}, f"wrote the model of step {step} to {args.dir}")
+    return 0
 
 
 def _gc(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    collected = collect(_store(args), dry_run=args.dry_run)
+    verb = "would delete" if collected.dry_run else "deleted"
+    _show(args, asdict(collected), f"{verb} {len(collected.keys)} objects, {decimal(collected.bytes)}")
+    return 0

@@ -12,21 +12,21 @@ from typing import Any
 
 import ray
 import ray.train
-import xxhash
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from app.export import export_run
-from app.identity import fingerprint, public_dump
-from app.job_spec import JobSpec, resolve_paths
+from app.job_spec import JobSpec
 from app.preflight import Prepared, check_in_flight, check_run, prepare
 from app.progress import LiveProgress, ProgressDisplay
+from app.spec_identity import fingerprint, public_dump, resolve_paths
 from app.status import RunStatus, read_status
 from storage.checkpoint_actor import ActorSetup, CheckpointActor
 from storage.liveness import this_process
 from storage.messages import Verdict
 from storage.object_store import ObjectStore, open_object_store
+from storage.records import digest_of
 from workers.train_loop import LoopConfig, train
 
 PROGRESS_S = 0.5
@@ -88,7 +88,7 @@ def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectSt
     setup = ActorSetup(
         storage=resolved.storage,
         run=resolved.name,
-        run_id=xxhash.xxh3_64_hexdigest(store.url),
+        run_id=digest_of(store.url.encode()),
         checkpoint=resolved.checkpoint,
         in_flight_limit_bytes=limit,
         spec=public_dump(spec),

@@ -3,6 +3,8 @@
 import tempfile
 from pathlib import Path
 
+from torch import nn
+
 from storage.catalog import Catalog
 from storage.errors import SpecError
 from storage.object_store import ObjectStore
@@ -11,7 +13,7 @@ from storage.shard_reader import read_shard
 from workers.layers import find_layers
 from workers.model import base_digest, build_model, load_tokenizer
 from workers.options import DataOptions, ModelOptions
-from workers.state import fill_weights
+from workers.state import BUFFER, PARAM, fill, from_numpy
 
 
 def export_run(store: ObjectStore, folder: Path) -> int:
@@ -46,9 +48,9 @@ def export_run(store: ObjectStore, folder: Path) -> int:
     return record.step
 
 
-def _fill(model: object, catalog: Catalog, record: Record) -> None:
-    for ref in record.layers.values():
-        if ref.manifest_key is None:
-            continue
-        for shard in catalog.read_manifest(ref).shards:
-            fill_weights(model, read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors)
+def _fill(model: nn.Module, catalog: Catalog, record: Record) -> None:
+    stored = [catalog.read_manifest(ref) for ref in record.layers.values() if ref.manifest_key is not None]
+    for shard in (shard for manifest in stored for shard in manifest.shards):
+        for tensor in read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors:
+            if tensor.kind in (PARAM, BUFFER):
+                fill(model, None, tensor.name, tensor.kind, tensor.first, from_numpy(tensor.data, tensor.dtype))

@@ -38,6 +38,9 @@ class FailureOptions(Options):
     attempts_without_progress: Annotated[int, Field(ge=1)] = 5
     """The run ends after this many attempts in a row that committed nothing new."""
 
+    store_outage_s: Annotated[float, Field(gt=0)] = 600.0
+    """The run ends when storage has failed for this many seconds without a success in between."""
+
 
 def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", name):
@@ -75,6 +78,9 @@ class JobSpec(Options):
 
     failures: FailureOptions = FailureOptions()
     """How often a run may fail before it ends. May change between submissions of a run."""
+
+    export: str | None = None
+    """Local folder for the finished model in Hugging Face format; null: none (the `export` command writes it any time)."""
 
     fault_injection: list[FaultOptions] = []
     """Faults that strike this run on purpose; empty: none. May change between submissions of a run."""

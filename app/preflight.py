@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from app.job_spec import JobSpec
-from app.identity import differing_fields, public_dump
+from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
 from storage.decision import smallest_write_budget
 from storage.errors import RunLiveError, SpecError

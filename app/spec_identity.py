@@ -30,7 +30,8 @@ def resolve_paths(spec: JobSpec) -> JobSpec:
         model = model.model_copy(update={"path": str(_absolute(model.path))})
     updates = {"path": _resolved(data.path), "eval_path": data.eval_path and _resolved(data.eval_path)}
     storage = spec.storage.model_copy(update={"url": _resolved(spec.storage.url)})
-    return spec.model_copy(update={"model": model, "data": data.model_copy(update=updates), "storage": storage})
+    sections = {"model": model, "data": data.model_copy(update=updates), "storage": storage}
+    return spec.model_copy(update={**sections, "export": spec.export and _resolved(spec.export)})
 
 
 def public_dump(spec: JobSpec) -> dict[str, Any]:

@@ -15,7 +15,6 @@ class AttemptFacts:
     shard_bytes: dict[str, tuple[int, ...]]
     """Per trained layer, the payload each rank owns."""
     base: BaseVersion
-    has_impact: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ Every rank calls the same methods in the same order; only rank 0 talks to the Ch
 except where training must stand still.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from storage.options import CheckpointOptions
 from storage.records import BaseVersion, LayerFacts, VersionId
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import NAMESPACE
-from workers.delta import DeltaMeter
+from workers.delta import DeltaMeter, drifts_and_impacts
 from workers.faults import FaultInjector
 from workers.layers import Layer
 from workers.restore import restore
@@ -141,7 +142,6 @@ class Checkpointer:
             ),
             shard_bytes={layer.name: tuple(sizes[layer.name] for _, sizes in ranks) for layer in self._trained},
             base=self._base,
-            has_impact=all("exp_avg" in state for state in self._optimizer.state.values()),
         )
 
     def _ask_for_replacement(self, bad: dict[str, str]) -> RestorePlan | None:
@@ -199,9 +199,9 @@ class Checkpointer:
             if reply.order is not None:
                 self._carry_out(reply.order, step)
         if self._rank == 0 and self._pending is None:
-            values = self._meter.drifts_and_impacts(sums)
+            values = drifts_and_impacts(sums)
             names = [layer.name for layer in self._trained]
-            impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if impact is not None}
+            impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
             assert self._attempt_facts is not None
             report = Report(
                 attempt=self._attempt,

@@ -60,9 +60,11 @@ def slice_tensors(slice: Slice, layer: Layer, model: nn.Module, optimizer: torch
 
 @torch.no_grad()
 def fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, kind: str, first: int, values: Tensor
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, kind: str, first: int, values: Tensor
 ) -> None:
     """Write `values` (1-D) in place over elements `[first, first + len(values))` of one tensor of the state.
+
+    Without an optimizer only parameters and buffers can be filled.
 
     Raises:
         LayerCheckError: the model or the optimizer has no such tensor, or it has another dtype.
@@ -153,7 +155,7 @@ def _elementwise(name: str, parameter: Tensor, optimizer: torch.optim.Optimizer)
     return {kind: tensor for kind, tensor in state if kind != STEP and tensor.shape == parameter.shape}
 
 
-def _target(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, kind: str) -> Tensor:
+def _target(model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, kind: str) -> Tensor:
     try:
         if kind == BUFFER:
             return model.get_buffer(name)
@@ -162,7 +164,7 @@ def _target(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, kind:
         raise LayerCheckError(f"{name} ({kind}): expected a tensor of this model, got one it lacks; use the run's model") from error
     if kind == PARAM:
         return parameter.detach()
-    state = dict(_optimizer_state(name, parameter, optimizer))
+    state = dict(_optimizer_state(name, parameter, optimizer)) if optimizer else {}
     if kind not in state:
         held = ", ".join(state) or "nothing"
         raise LayerCheckError(

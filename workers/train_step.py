@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.batches import Batch, batch_indices, collate, label_count, micro_batches, sample_seed
+from workers.batches import IGNORED_LABEL, Batch, batch_indices, collate, label_count, micro_batches, sample_seed
 from workers.data import Examples
 from workers.options import TrainingOptions
 
-IGNORED_LABEL = -100
 Indices = npt.NDArray[np.int64]
 
 
@@ -39,6 +38,10 @@ class Trainee:
     options: TrainingOptions
     device: torch.device
     pad_id: int
+
+    def batch(self, examples: Examples, indices: Indices) -> Batch:
+        """One micro-batch on the device."""
+        return Batch(*(tensor.to(self.device) for tensor in collate(examples, indices, self.pad_id)))
 
     def autocast(self) -> torch.autocast:
         """Mixed precision as the spec says."""
@@ -66,7 +69,7 @@ def forward_backward(trainee: Trainee, examples: Examples, step: int) -> tuple[f
     scale = world_size / max(1, label_count(examples, indices))
     total, labels, tokens = 0.0, 0, 0
     for part, weight, sync in _shares(indices, options.micro_batch, rank, world_size):
-        batch = collate(examples, part, trainee.pad_id).to(trainee.device)
+        batch = trainee.batch(examples, part)
         torch.manual_seed(sample_seed(options.seed, step, int(part[0])))
         with sync_only(trainee.model, sync), trainee.autocast():
             loss = loss_sum(trainee.model, batch)
@@ -107,7 +110,7 @@ def held_out_loss(trainee: Trainee, examples: Examples, group: dist.ProcessGroup
     sums = torch.zeros(2, dtype=torch.float64)
     everything = np.arange(len(examples), dtype=np.int64)
     for part in micro_batches(everything, trainee.options.micro_batch, dist.get_rank(), dist.get_world_size()):
-        batch = collate(examples, part, trainee.pad_id).to(trainee.device)
+        batch = trainee.batch(examples, part)
         with trainee.autocast():
             loss = loss_sum(model, batch)
         sums += torch.tensor([float(loss), label_count(examples, part)], dtype=torch.float64)
