@@ -1,5 +1,7 @@
 """Counts values that must never be stored over good ones (invariant 6)."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +23,7 @@ def count_nonfinite(tensor: ShardTensor) -> int:
     return sum(_count(data[first : first + _CHUNK], exponent) for first in range(0, tensor.count, _CHUNK))
 
 
-def _count(chunk: npt.NDArray[np.generic], exponent: np.uint16 | None) -> int:
+def _count(chunk: npt.NDArray[Any], exponent: np.uint16 | None) -> int:
     if exponent is not None:
         return int(np.count_nonzero((chunk & exponent) == exponent))
     return int(chunk.size - np.count_nonzero(np.isfinite(chunk)))

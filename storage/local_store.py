@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.errors import ObjectExistsError, StoreError
-from storage.store_common import ObjectInfo, checked_key, checked_prefix, store_error, translated
+from storage.store_common import ObjectInfo, checked_key, checked_prefix, translated
 
 TEMPORARY = ".tmp"
 """Folder below the root for files that are not objects yet. What a killed process left there is never listed."""
@@ -93,7 +93,7 @@ class LocalStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `ObjectStore.delete`. Folders left empty go too."""
-        folders = set()
+        folders: set[Path] = set()
         for key in keys:
             path = self._path(key)
             with translated("delete", str(path)):

@@ -46,8 +46,8 @@ def _try_create(store: ObjectStore, key: str, allow_unsafe_create: bool) -> None
         return
     if not allow_unsafe_create:
         raise StoreError(
-            f"{store.url}: the store ignores exclusive creation, so two drivers could destroy one run; use a store that "
-            "honours If-None-Match, or accept the risk with storage.allow_unsafe_create: true"
+            f"{store.url}: the store ignores exclusive creation, so two drivers could destroy one run; use a store "
+            "that honours If-None-Match, or accept the risk with storage.allow_unsafe_create: true"
         )
 
 
@@ -82,7 +82,7 @@ def check_token(store: ObjectStore, token: str) -> None:
         found = store.read(keys.probe(token))
     except ObjectNotFoundError as error:
         raise StoreError(
-            f"{store.url}: this node does not see what the checkpoint actor stored there, so the path is another folder "
-            "here; set storage.url to s3://... or to a folder that all nodes share"
+            f"{store.url}: this node does not see what the checkpoint actor stored there, so the path is another "
+            "folder here; set storage.url to s3://... or to a folder that all nodes share"
         ) from error
     _expect(store, keys.probe(token), found, token.encode())

@@ -80,7 +80,9 @@ class ShardTensor:
     def __post_init__(self) -> None:
         expected = DTYPES.get(self.dtype)
         if expected is None:
-            raise ValueError(f"{self.name} ({self.kind}): dtype {self.dtype!r} cannot be stored, only {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{self.name} ({self.kind}): dtype {self.dtype!r} cannot be stored, only {', '.join(DTYPES)}"
+            )
         if self.data.shape != (self.count,) or self.data.dtype != expected or not self.data.flags.c_contiguous:
             raise ValueError(
                 f"{self.name} ({self.kind}): expected contiguous {expected} of shape ({self.count},) for {self.dtype}, "

@@ -33,14 +33,10 @@ _LARGEST_READ = 4 * BATCH_BYTES  # nothing that a range read fetches at once (fo
 
 
 class _Row(NamedTuple):
-    name: str
-    kind: str
-    dtype: str
-    first: int
-    count: int
-    codec: str
+    """A row whose checksum is right; `fields` are name, kind, dtype, first, count and codec."""
+
+    fields: tuple[str, str, str, int, int, str]
     payload: pa.Buffer
-    checksum: int
 
 
 def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
@@ -101,7 +97,9 @@ def read_range(store: ObjectStore, key: str, bytes: int, name: str, kind: str, f
         if not found or first < found[0].first or count < 0 or first + count > found[0].first + found[0].count:
             raise ValueError(f"{key} does not hold elements [{first}, {first + count}) of {name} ({kind})")
         tensor = found[0]
-        chunks = [c for c in tensor.chunks if c.first < first + count and first < c.first + c.count] or tensor.chunks[:1]
+        chunks = [c for c in tensor.chunks if c.first < first + count and first < c.first + c.count] or tensor.chunks[
+            :1
+        ]
         with _parsing(key):
             read = {batch: list(shard.rows(batch)) for batch in sorted({chunk.batch for chunk in chunks})}
             rows = [read[chunk.batch][chunk.row] for chunk in chunks]
@@ -135,13 +133,13 @@ class _OpenShard:
         batch.validate(full=True)  # offsets that point outside the payload would be followed otherwise
         if any(column.null_count for column in batch.columns):
             raise CorruptObjectError(f"{self.key}: batch {number} has null fields")
-        fields = [column.to_pylist() for name, column in zip(batch.schema.names, batch.columns) if name != "payload"]
-        for place, values in enumerate(zip(*fields, strict=True)):
-            payload = batch.column("payload")[place].as_buffer()
-            row = _Row(*values[:-1], payload, values[-1])
-            if self.checksums.of_row(*row[:-1]) != row.checksum:
+        *columns, payloads, checksums = batch.columns
+        fields = zip(*(column.to_pylist() for column in columns), strict=True)
+        for place, (values, payload, checksum) in enumerate(zip(fields, payloads, checksums.to_pylist(), strict=True)):
+            row = _Row(values, payload.as_buffer())
+            if self.checksums.of_row(*row.fields, memoryview(row.payload)) != checksum:
                 raise CorruptObjectError(f"{self.key}: checksum of row {place} in batch {number} is wrong")
-            self.checksums.add(row.checksum)
+            self.checksums.add(checksum)
             self.seen.append((number, place))
             yield row
 
@@ -151,8 +149,8 @@ def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, 
     dtype = DTYPES[tensor.dtype]
     for row, chunk in zip(rows, chunks, strict=True):
         expected = (tensor.name, tensor.kind, tensor.dtype, chunk.first, chunk.count, CODEC_RAW)
-        if row[:6] != expected or row.payload.size != chunk.count * dtype.itemsize:
-            raise CorruptObjectError(f"{key}: expected row {expected}, got {row[:6]} with {row.payload.size} bytes")
+        if row.fields != expected or row.payload.size != chunk.count * dtype.itemsize:
+            raise CorruptObjectError(f"{key}: expected row {expected}, got {row.fields} with {row.payload.size} bytes")
     parts = [np.frombuffer(row.payload, dtype) for row in rows]
     data: npt.NDArray[np.generic] = parts[0] if len(parts) == 1 and parts[0].flags.aligned else np.concatenate(parts)
     data.flags.writeable = False
@@ -163,7 +161,9 @@ def _check_size(source: pa.NativeFile, key: str, expected: int) -> None:
     with translated("read", key):
         size = source.size()
     if size != expected:
-        raise CorruptObjectError(f"{key}: expected {expected} bytes, got {size}; the object is truncated or another one")
+        raise CorruptObjectError(
+            f"{key}: expected {expected} bytes, got {size}; the object is truncated or another one"
+        )
 
 
 @contextmanager

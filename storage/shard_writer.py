@@ -1,7 +1,7 @@
 """Writes shards, see `storage.shard_format`: streaming, without a second copy of what is large."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -27,21 +27,22 @@ _ALONE_BYTES = 1 << 20  # chunks from here on get a batch of their own and are n
 _FLUSH_BYTES = 64 << 20  # Arrow buffers uploads in the background without a limit of its own
 
 
-class _Piece(NamedTuple):
-    """Elements `[start, start + count)` of `tensor.data`: one row."""
+@dataclass(frozen=True)
+class _Piece:
+    """Elements `[start, start + length)` of `tensor.data`: one row."""
 
     tensor: ShardTensor
     start: int
-    count: int
+    length: int
 
     @property
     def bytes(self) -> int:
-        return self.count * DTYPES[self.tensor.dtype].itemsize
+        return self.length * DTYPES[self.tensor.dtype].itemsize
 
     @property
     def payload(self) -> memoryview:
-        data = self.tensor.data[self.start : self.start + self.count]
-        return memoryview(data.view(np.uint8))
+        data = self.tensor.data[self.start : self.start + self.length]
+        return data.view(np.uint8).data
 
 
 def write_shard(store: ObjectStore, key: str, meta: ShardMeta, tensors: Sequence[ShardTensor]) -> ShardSummary:
@@ -75,12 +76,12 @@ def _plan(tensors: Sequence[ShardTensor]) -> list[list[_Piece]]:
     """Cut tensors into rows and group them into batches: large rows alone, small ones packed at the end."""
     large: list[list[_Piece]] = []
     packed: list[list[_Piece]] = []
-    packed_bytes = BATCH_BYTES
+    packed_bytes = 0
     for piece in (piece for tensor in tensors for piece in _cut(tensor)):
         if piece.bytes >= _ALONE_BYTES:
             large.append([piece])
             continue
-        if packed_bytes + piece.bytes > BATCH_BYTES:
+        if not packed or packed_bytes + piece.bytes > BATCH_BYTES:
             packed.append([])
             packed_bytes = 0
         packed[-1].append(piece)
@@ -99,8 +100,9 @@ def _index(tensors: Sequence[ShardTensor], batches: list[list[_Piece]]) -> Chunk
     if len(chunks) != len(tensors):
         raise ValueError("two tensors of a shard have the same name and kind")
     for number, batch in enumerate(batches):
-        for row, (tensor, start, count) in enumerate(batch):
-            chunk = Chunk(batch=number, row=row, first=tensor.first + start, count=count)
+        for row, piece in enumerate(batch):
+            tensor = piece.tensor
+            chunk = Chunk(batch=number, row=row, first=tensor.first + piece.start, count=piece.length)
             chunks[tensor.name, tensor.kind].append(chunk)
     return ChunkIndex(
         tensors=tuple(
@@ -122,7 +124,7 @@ def _encode(batch: list[_Piece], schema: pa.Schema, checksums: Checksums) -> pa.
     sums: list[int] = []
     for piece in batch:
         tensor = piece.tensor
-        row = (tensor.name, tensor.kind, tensor.dtype, tensor.first + piece.start, piece.count, CODEC_RAW)
+        row = (tensor.name, tensor.kind, tensor.dtype, tensor.first + piece.start, piece.length, CODEC_RAW)
         rows.append(row)
         sums.append(checksums.of_row(*row, piece.payload))
         checksums.add(sums[-1])

@@ -23,6 +23,7 @@ _HTTP_STATUS = re.compile(r"HTTP status (\d+)")
 _NO_BUCKET = "bucket does not exist: create it, or correct storage.url"
 _DENIED = "access denied: these credentials need permission to list, read, write and delete here"
 _WRONG_KEYS = "wrong credentials: check storage.s3.access_key and secret_key, or the AWS environment"
+_DENIED_OR_KEYS = "access denied, or wrong credentials: check storage.s3 and what its keys are permitted to do"
 _NO_KEYS = "no credentials found: set storage.s3.access_key and secret_key, or the AWS environment"
 _UNREACHABLE = "endpoint unreachable: check storage.s3.endpoint and the network"
 _WRONG_REGION = "bucket is in another region: set storage.s3.region"
@@ -35,7 +36,7 @@ _REASONS = {
     "nosuchbucket": _NO_BUCKET,
     "accessdenied": _DENIED,
     "allaccessdisabled": _DENIED,
-    "403": _DENIED,
+    "403": _DENIED_OR_KEYS,
     "404": "endpoint knows no such bucket, or is no S3 server: check storage.url and storage.s3.endpoint",
     "invalidaccesskeyid": _WRONG_KEYS,
     "signaturedoesnotmatch": _WRONG_KEYS,

@@ -48,8 +48,10 @@ def test_stream_is_visible_whole_after_the_block(place: Place, size: int) -> Non
             assert reader.read(5) == data[-10:-5]
 
 
-@pytest.mark.parametrize("size", [0, 100, 12 * MIB, 40 * MIB])
-@pytest.mark.parametrize("error", [TornError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(0, TornError), (100, KeyboardInterrupt), (12 * MIB, OSError), (40 * MIB, TornError)],
+)
 def test_torn_stream_publishes_nothing(place: Place, size: int, error: type[BaseException]) -> None:
     store = place.open()
     with pytest.raises(StoreError if error is OSError else error), store.open_writer("layers/x.arrow") as stream:
@@ -219,7 +221,7 @@ def test_reasons_are_told_apart_within_seconds(ceph: S3Server, change: dict[str,
 
 def test_silent_endpoint_is_given_up_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        s3 = S3Options(endpoint="http://127.0.0.1:%d" % silent.getsockname()[1], access_key="k", secret_key="s")
+        s3 = S3Options(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", access_key="k", secret_key="s")
         store = open_object_store(StorageOptions(url="s3://bucket/x", s3=s3), "run")
         started = time.monotonic()
         with pytest.raises(StoreError, match="endpoint unreachable"):
@@ -235,13 +237,18 @@ def test_wrong_credentials_are_named_by_every_operation(ceph: S3Server) -> None:
         store.create("x", b"")
     with pytest.raises(StoreError, match="wrong credentials"):
         store.read("x")
-    with pytest.raises(StoreError, match="denied|credentials"):
+    with pytest.raises(StoreError, match="access denied"):
         store.open_reader("x")
 
 
 def test_missing_bucket_is_named(server: S3Server) -> None:
     store = open_object_store(server.options("no-such-bucket"), "run")
-    for act in (store.check_reachable, lambda: store.create("x", b""), lambda: store.put("x", b""), lambda: store.list("")):
+    for act in (
+        store.check_reachable,
+        lambda: store.create("x", b""),
+        lambda: store.put("x", b""),
+        lambda: store.list(""),
+    ):
         with pytest.raises(StoreError, match="bucket does not exist"):
             act()
     with pytest.raises(StoreError, match="bucket does not exist"), store.open_writer("x"):

@@ -76,7 +76,12 @@ def ceph_server(folder: Path) -> Iterator[S3Server]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     try:
         started = subprocess.run(
-            [_CEPH, "start", folder, *ports], stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment
+            [_CEPH, "start", folder, *ports],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+            env=environment,
         )
         yield S3Server(started.stdout.strip())
     finally:
