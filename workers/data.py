@@ -71,8 +71,8 @@ def load_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, s3: S3Op
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise SpecError(
-            f"model.path: expected a fast tokenizer (it tells which text a token covers), got {type(tokenizer).__name__}; "
-            "add a tokenizer.json"
+            f"model.path: expected a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}; "
+            "convert it, or take another model"
         )
     columns = [options.messages_column] if options.messages_column else [options.prompt_column, options.answer_column]
     named = [column for column in columns if column is not None]
@@ -180,7 +180,7 @@ def _tokenize(
                 encoded.append(fitted)
     if shortened:
         done = {"truncate": "truncated", "drop": "dropped"}[options.too_long]
-        logger.warning("%d of %d examples are longer than %d tokens: %s", shortened, len(rows), options.max_length, done)
+        logger.warning("%d of %d examples longer than %d tokens: %s", shortened, len(rows), options.max_length, done)
     return Examples(
         tokens=np.concatenate([np.empty(0, np.int32), *(example.tokens for example in encoded)]),
         targets=np.concatenate([np.empty(0, np.bool_), *(example.targets for example in encoded)]),
@@ -236,8 +236,8 @@ def _fit(where: str, example: _Encoded, options: DataOptions) -> _Encoded | None
     if not example.targets.any():
         what = "answer" if options.answers_only else "example"
         raise SpecError(
-            f"{where}: no token of the {what} to learn from in the first {len(example.tokens)} of {length} tokens, "
-            f"expected at least one; raise data.max_length ({options.max_length}), set data.too_long: drop, or drop the row"
+            f"{where}: expected a token of the {what} to learn from in the first {len(example.tokens)} of {length} "
+            f"tokens, got none; raise data.max_length ({options.max_length}), set data.too_long: drop, or drop the row"
         )
     return example
 

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file, on a local disk or on S3, with every error naming the field, the file and the row."""
+"""Rows of a JSONL or Parquet file, local or on S3; every error names the field, the file and the row."""
 
 import io
 import json
@@ -48,7 +48,9 @@ def read_rows(field: str, path: str, columns: Sequence[str], s3: S3Options) -> l
         with file_system.open_input_file(location) as file:
             rows = list(reader(f"{field}: {path}", file, columns))
     except FileNotFoundError as error:
-        raise SpecError(f"{field}: no file at {path}; check the path (relative ones start at the current folder)") from error
+        raise SpecError(
+            f"{field}: no file at {path}; check it (a relative path starts at the current folder)"
+        ) from error
     except OSError as error:
         reason = " ".join(str(error).split())[:300]
         raise SpecError(f"{field}: cannot read {path}: {reason}; check address, credentials and permissions") from error
@@ -63,7 +65,9 @@ def _locate(field: str, path: str, s3: S3Options) -> tuple[pafs.FileSystem, str]
     if "://" not in path:
         return pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
     if parts.scheme != "s3":
-        raise SpecError(f"{field}: expected a local path or an s3:// URL, got {parts.scheme}://...; copy the file to one of them")
+        raise SpecError(
+            f"{field}: expected a local path or an s3:// URL, got {parts.scheme}://...; copy the file to one of them"
+        )
     endpoint = urlsplit(s3.endpoint or "")
     options = {
         "endpoint_override": endpoint.netloc,
@@ -88,7 +92,7 @@ def _read_jsonl(source: str, file: pa.NativeFile, columns: Sequence[str]) -> Ite
             continue
         where = f"{source} line {number}"
         try:
-            values = json.loads(line)
+            values = json.loads(line.decode("utf-8-sig"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
             raise SpecError(f"{where}: expected one JSON object per line, got {reason}; mend the line") from error
@@ -106,11 +110,14 @@ def _read_parquet(source: str, file: pa.NativeFile, columns: Sequence[str]) -> I
         for number, values in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
             yield Row(f"{source} row {number}", values)
     except pa.ArrowInvalid as error:
-        raise SpecError(f"{source}: expected a Parquet file, got {str(error).splitlines()[0]}; write it again") from error
+        reason = str(error).splitlines()[0][:200]
+        raise SpecError(f"{source}: expected a Parquet file, got: {reason}; write it again") from error
 
 
 def _require_columns(where: str, found: Sequence[str], columns: Sequence[str]) -> None:
     missing = [column for column in columns if column not in found]
     if missing:
         shown = ", ".join(found[:MAX_COLUMNS_SHOWN]) or "none"
-        raise SpecError(f"{where}: no column {missing[0]!r}; columns there are: {shown}; set data.*_column to one of them")
+        raise SpecError(
+            f"{where}: no column {missing[0]!r}; columns there are: {shown}; set data.*_column to one of them"
+        )

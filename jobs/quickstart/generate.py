@@ -28,11 +28,11 @@ CHAT_TEMPLATE = (
 
 NAMES = ["Ada", "Ben", "Chloe", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo", "Mina", "Noah"]
 THINGS = ["apples", "books", "coins", "pens", "stamps", "shells", "cards", "marbles", "plums", "keys"]
-WORDS = ["amber", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island", "jacket", "kitten",
-         "ladder", "market", "needle", "orange", "pencil", "rabbit", "silver", "tunnel", "violin", "window", "yellow"]  # fmt: skip
+WORDS = ["amber", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island", "jacket", "kitten"]
+WORDS += ["ladder", "market", "needle", "orange", "pencil", "rabbit", "silver", "tunnel", "violin", "window", "yellow"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-          "December"]  # fmt: skip
+MONTHS = ["January", "February", "March", "April", "May", "June"]
+MONTHS += ["July", "August", "September", "October", "November", "December"]
 UNITS = [("metres", "centimetres", 100), ("hours", "minutes", 60), ("kilograms", "grams", 1000), ("weeks", "days", 7)]
 SYSTEM_PROMPTS = ["Answer in one short sentence.", "You are a patient tutor.", "Be brief and exact."]
 
@@ -79,10 +79,9 @@ def calendar(random: Random) -> tuple[str, str]:
 
 def month(random: Random) -> tuple[str, str]:
     """Neighbouring months."""
-    number = random.randrange(12)
-    if random.random() < 0.5:
-        return f"Which month comes after {MONTHS[number]}?", f"{MONTHS[(number + 1) % 12]} comes after {MONTHS[number]}."
-    return f"Which month comes before {MONTHS[number]}?", f"{MONTHS[number - 1]} comes before {MONTHS[number]}."
+    number, (word, change) = random.randrange(12), random.choice([("after", 1), ("before", -1)])
+    answer = f"{MONTHS[(number + change) % 12]} comes {word} {MONTHS[number]}."
+    return f"Which month comes {word} {MONTHS[number]}?", answer
 
 
 def spell(random: Random) -> tuple[str, str]:
@@ -103,7 +102,8 @@ def convert(random: Random) -> tuple[str, str]:
     """Conversion of units."""
     big, small, factor = random.choice(UNITS)
     amount = random.randint(2, 12)
-    return f"How many {small} are {amount} {big}?", f"{amount} {big} are {amount} x {factor} = {amount * factor} {small}."
+    answer = f"{amount} {big} are {amount} x {factor} = {amount * factor} {small}."
+    return f"How many {small} are {amount} {big}?", answer
 
 
 def larger(random: Random) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def conversation(random: Random) -> list[dict[str, str]]:
     if random.random() < 0.2:
         messages.append({"role": "system", "content": random.choice(SYSTEM_PROMPTS)})
     # Two of the long tasks would not fit the quickstart's longest example.
-    tasks = [random.choice([add, month, larger]) for _ in range(2)] if random.random() < 0.15 else [random.choice(TASKS)]
+    tasks = random.choices([add, month, larger], k=2) if random.random() < 0.15 else random.choices(TASKS)
     for task in tasks:
         question, answer = task(random)
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
