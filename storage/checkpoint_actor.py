@@ -656,7 +656,7 @@ class CheckpointActor:
 
     def _unname(self) -> None:
         kept = retention.retained(self._records, self._options.keep_restore_points)
-        dropped = self._records[len(kept) :]
+        dropped = [record for record in self._records if record not in kept]
         self._records = kept
         at = time.monotonic()
         self._unnamed += [(at, keys.record(record.epoch, record.seq)) for record in dropped]
