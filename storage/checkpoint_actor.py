@@ -114,7 +114,6 @@ class CheckpointActor:
         self._epoch = self._seq = self._decisions = 0
         self._tokens = 0.0
         self._latencies = [self._options.interval_steps]
-        self._last_order: tuple[Order, float] | None = None
         self._booked: set[tuple[VersionId, int]] = set()
         self._manifests: list[Manifest] = []
         self._news = asyncio.Event()
@@ -271,15 +270,16 @@ class CheckpointActor:
         self._ledger.begin_attempt()
         self._manifests.clear()
         self._booked.clear()
-        self._group, self._last_order = group, None
+        self._group = group
         stuck, limit = self._journal.totals.attempts_without_commit, self._setup.attempts_without_progress
         if stuck >= limit:
             raise TrainingError(
                 f"{stuck} attempts in a row committed nothing new after step {self._ledger.committed.step}; last cause: {self._cause}"
             )
+        # First, or what the attempt before stored while this waits for the store would pass for this one's.
+        self._attempt += 1
         if stuck == limit - 1 and len(self._records) > 1:
             await self._fall_back_to_previous_record("the attempts before this one committed nothing new")
-        self._attempt += 1
         self._journal.attempt_began(self._recovery() if self._attempt > 1 else None)
         await self._commit(self._ledger.committed)
         await self._make_plan()
@@ -405,7 +405,9 @@ class CheckpointActor:
         self._journal.report(report)
         if report.carried_out is not None and report.carried_out.epoch == self._epoch:
             self._ledger.carried_out(report.carried_out.decision, report.carried_out_step)
-            self._last_order = (report.carried_out, time.monotonic())
+        # Rank 0 carries an order out, and says so, in the very report after the reply that held it.
+        for layer in [name for name, flight in self._ledger.in_flight.items() if flight.step is None]:
+            self._fail(layer, "lost order", f"{layer}: the reply with the order did not reach the workers")
         for layer in report.failed_hand_overs:
             self._fail(layer, "hand-over failed", f"{layer}: its ShardWriter could not be reached")
         self._fail_lost_shards(self._group)
@@ -486,8 +488,7 @@ class CheckpointActor:
         assert self._ledger is not None
         now = time.monotonic()
         for layer, flight in list(self._ledger.in_flight.items()):
-            handed_over = flight.step is not None and self._last_order is not None and flight.decision < self._last_order[0].decision
-            if not handed_over:
+            if flight.step is None:
                 continue
             flight.handed_over_at = flight.handed_over_at or now
             if now - flight.handed_over_at < LOST_AFTER_S:
@@ -550,7 +551,9 @@ class CheckpointActor:
 
     def _take_problem(self, outcome: ShardOutcome) -> None:
         what = outcome.problem or ""
-        if not outcome.poisoned:
+        if outcome.poisoned:  # NaN stays NaN under AdamW: no later version of this layer would be any better
+            self._give_up(TrainingError(f"{what}; the last restore point is intact: lower training.learning_rate"))
+        else:
             self._store_fails(StoreError(what))
         self._fail(outcome.version.layer, "poisoned version" if outcome.poisoned else "failed upload", what)
 
