@@ -152,7 +152,12 @@ class Checkpointer:
 
     def _ask_actor(self, method: str, *args: Any) -> Any:
         """Rank 0 calls the actor and waits; every rank gets the answer."""
-        box = [_patiently(self._actor, method, *args) if self._rank == 0 else None]
+        box: list[Any] = [None]
+        if self._rank == 0:
+            try:
+                box = [_patiently(self._actor, method, *args)]
+            except LayerCheckError as error:
+                box = [_verdict_on(error)]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
@@ -174,7 +179,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._tick(step, stats)
         self._tick_seconds = time.perf_counter() - began
-        while step - self._restore_point >= self._options.max_lag:
+        while step + self._options.interval_steps - self._restore_point > self._options.max_lag:
             self._tick(step, None, wait_s=STANDING_WAIT_S, hold=True)
 
     def finish(self, step: int) -> None:
@@ -248,6 +253,8 @@ class Checkpointer:
                     box = [ray.get(pending)]
                 except ray.exceptions.RayActorError:
                     time.sleep(wait_s)  # it is being restarted; the next report reaches its successor
+                except LayerCheckError as error:  # its successor cannot take the run on
+                    box = [Reply(verdict=_verdict_on(error))]
         dist.broadcast_object_list(box, src=0, group=self._group)
         reply = box[0]
         if reply is not None and reply.verdict is not None:
@@ -310,6 +317,12 @@ class Checkpointer:
         if failed:
             self._writer = None
         return failed
+
+
+def _verdict_on(error: LayerCheckError) -> Verdict:
+    """What the run ends with when the CheckpointActor itself could not start: Ray would restart the workers forever."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    return Verdict(kind=type(cause).__name__, message=str(cause))
 
 
 def _patiently(actor: Any, method: str, *args: Any) -> Any:
