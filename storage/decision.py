@@ -89,11 +89,10 @@ def smallest_write_budget(staleness_bound_steps: int, interval_steps: int) -> fl
 
 
 def _full(facts: Facts) -> tuple[str, ...]:
-    """Every layer at once, when nothing is in flight and not all of them are of this step already."""
+    """Every layer at once, when nothing is in flight; those that failed, when the others are of this step already."""
     idle = not any(layer.in_flight for layer in facts.layers)
-    news = any(layer.step < facts.step for layer in facts.layers)
-    fits = idle and news and _Room(facts.nodes).takes_all(facts.layers)
-    return tuple(layer.name for layer in facts.layers if layer.step < facts.step) if fits else ()
+    missing = [layer for layer in facts.layers if layer.step < facts.step]
+    return tuple(layer.name for layer in missing) if idle and _Room(facts.nodes).takes_all(missing) else ()
 
 
 def _flush(facts: Facts) -> tuple[str, ...]:

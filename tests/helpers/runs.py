@@ -120,7 +120,9 @@ def running(spec: JobSpec) -> Iterator[Future[RunOutcome]]:
         future.result(timeout=150)
 
 
-def wait_until(what: str, condition: Callable[[], bool], *, future: Future[RunOutcome] | None = None, timeout_s: float = 90) -> None:
+def wait_until(
+    what: str, condition: Callable[[], bool], *, future: Future[RunOutcome] | None = None, timeout_s: float = 90
+) -> None:
     """Wait for `condition`; fails when the run in `future` is over before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -166,9 +168,7 @@ def state_of_version(store: ObjectStore, ref: VersionRef) -> State:
     for shard in Catalog(store).read_manifest(ref).shards:
         for tensor in read_shard(store, shard.key, shard.bytes, shard.digest).tensors:
             parts.setdefault((tensor.name, tensor.kind), []).append((tensor.first, tensor.data))
-    return {
-        key: np.concatenate([data for _, data in sorted(runs, key=lambda r: r[0])]) for key, runs in parts.items()
-    }
+    return {key: np.concatenate([data for _, data in sorted(runs, key=lambda r: r[0])]) for key, runs in parts.items()}
 
 
 def state_of(store: ObjectStore, record: Record) -> State:

@@ -1,5 +1,7 @@
 """Mode `full` is exact, stored versions match the true state, and another world size reads what one wrote."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ def test_the_truth_is_not_trivial(truth: dict[int, State]) -> None:
     assert len(truth) >= STEPS // 2
     assert {kind for _, kind in truth[STEPS]} >= {"param", "exp_avg", "exp_avg_sq", "step"}
     weights = [state["transformer.h.0.mlp.c_fc.weight", "param"] for state in truth.values()]
-    assert all(np.any(a != b) for a, b in zip(weights, weights[1:], strict=False))
+    assert all(np.any(a != b) for a, b in pairwise(weights))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,9 @@ def test_the_truth_is_not_trivial(truth: dict[int, State]) -> None:
     ],
 )
 def test_kill_and_recover_equals_the_failure_free_run_bitwise(runs: Runs, truth, name, faults) -> None:
-    status = run_whole(runs.spec(name, training=TRAINING, scaling=THREE, checkpoint=FULL, fault_injection=faults)).status
+    status = run_whole(
+        runs.spec(name, training=TRAINING, scaling=THREE, checkpoint=FULL, fault_injection=faults)
+    ).status
     assert len(status.recoveries) == len(faults)
     assert len([i for i in status.incidents if i.kind == "fault injected"]) == len(faults)
     assert max(recovery.restore_point for recovery in status.recoveries) > 0
@@ -71,7 +75,9 @@ def test_adaptive_versions_match_the_true_state_of_their_step(runs: Runs, truth:
     store = runs.store("adaptive")
     records = Catalog(store).restorable().records
     assert all(max(record.ages().values()) <= 6 for record in records)
-    assert len({version.step for version in records[len(records) // 2].layers.values()}) > 1, "no mixed steps: a test of nothing"
+    assert len({version.step for version in records[len(records) // 2].layers.values()}) > 1, (
+        "no mixed steps: a test of nothing"
+    )
     versions = {ref for record in records for ref in record.named() if ref.attempt == 1 and ref.step in truth}
     assert len(versions) >= 4
     for version in versions:
