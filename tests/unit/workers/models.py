@@ -17,7 +17,7 @@ _SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SMALL},
