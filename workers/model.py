@@ -129,7 +129,7 @@ def load_tokenizer(model: ModelOptions, data: DataOptions) -> PreTrainedTokenize
 
 
 def base_digest(model: PreTrainedModel, layers: Sequence[Layer]) -> str:
-    """XXH3-128, in hexadecimal, of every parameter and persistent buffer, layer by layer: name, type, shape and bytes."""
+    """XXH3-128 (hexadecimal) of name, type, shape and bytes of all parameters and persistent buffers, by layer."""
     digest = xxhash.xxh3_128()
     for layer in layers:
         tensors: dict[str, Tensor] = {name: model.get_parameter(name) for name in layer.params}
@@ -149,15 +149,16 @@ def _source(options: ModelOptions) -> dict[str, Any]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SpecError(
-                f"model.path: expected a model folder with a config.json, got {options.path!r} without one; correct the path"
+                f"model.path: expected a model folder with a config.json, got {options.path!r} without one; "
+                "correct the path"
             )
         return {"local_files_only": True}
     try:
         validate_repo_id(options.path)
     except ValueError as error:
         raise SpecError(
-            f"model.path: expected a model folder or a hub id such as org/name, got {options.path!r}, which is neither; "
-            "correct the path"
+            f"model.path: expected a model folder or a hub id such as org/name, got {options.path!r}, "
+            "which is neither; correct the path"
         ) from error
     return {"revision": options.revision or "main", "local_files_only": not _hub_answers()}
 
@@ -182,8 +183,8 @@ def _as_spec_error(options: ModelOptions) -> Iterator[None]:
         yield
     except ImportError as error:
         raise SpecError(
-            f"model.attention: expected an implementation that is installed, got {options.attention!r}: {_first_line(error)}; "
-            "install it or choose sdpa"
+            f"model.attention: expected an implementation that is installed, got {options.attention!r}: "
+            f"{_first_line(error)}; install it or choose sdpa"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, StrictDataclassError) as error:
         raise SpecError(
@@ -205,8 +206,8 @@ def _freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
         matched = [parameter for name, parameter in named if has_prefix(name, prefix)]
         if not matched:
             raise SpecError(
-                f"model.freeze: expected a prefix of the parameter names (such as {named[0][0]}), got {prefix!r}, which "
-                "matches nothing; correct it"
+                f"model.freeze: expected a prefix of the parameter names (such as {named[0][0]}), got {prefix!r}, "
+                "which matches nothing; correct it"
             )
         for parameter in matched:
             parameter.requires_grad_(False)
