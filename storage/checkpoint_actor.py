@@ -14,11 +14,28 @@ from typing import Any
 
 from storage import keys
 from storage.catalog import Catalog
-from storage.errors import CorruptObjectError, LayerCheckError, ObjectNotFoundError, RestoreError, StoreError, TrainingError
+from storage.errors import (
+    CorruptObjectError,
+    LayerCheckError,
+    ObjectNotFoundError,
+    RestoreError,
+    StoreError,
+    TrainingError,
+)
 from storage.journal import Journal
 from storage.ledger import Ledger, RestorePoint
 from storage.liveness import BEAT_S
-from storage.messages import AttemptFacts, LayerPlan, LiveStatus, Order, Reply, Report, RestorePlan, ShardOutcome, Verdict
+from storage.messages import (
+    AttemptFacts,
+    LayerPlan,
+    LiveStatus,
+    Order,
+    Reply,
+    Report,
+    RestorePlan,
+    ShardOutcome,
+    Verdict,
+)
 from storage.object_store import open_object_store
 from storage.options import CheckpointOptions, StorageOptions
 from storage.pacer import Pacer

@@ -8,7 +8,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
