@@ -233,8 +233,8 @@ def test_reasons_are_told_apart_within_seconds(ceph: S3Server, change: dict[str,
 
 def test_silent_endpoint_is_given_up_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        s3 = S3Options(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", access_key="k", secret_key="s")
-        store = open_object_store(StorageOptions(url="s3://bucket/x", s3=s3), "run")
+        options = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}").options("bucket")
+        store = open_object_store(options, "run")
         started = time.monotonic()
         with pytest.raises(StoreError, match="endpoint unreachable"):
             store.check_reachable()

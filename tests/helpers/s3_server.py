@@ -67,7 +67,7 @@ def _upload_part(backend: S3Backend, bucket: str, upload: str, *arguments: Any, 
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """moto's S3, in a thread of this process."""
-    S3Backend.upload_part = _upload_part
+    setattr(S3Backend, "upload_part", _upload_part)  # noqa: B010  a plain assignment is refused by mypy
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
