@@ -202,7 +202,9 @@ class CheckpointActor:
         try:
             self._writers.follow(group.nodes)
             await self._check_writers_see_store()
-            await self._writers.drain(lambda: not self._manifests and not self._committing.locked(), self._options.drain_s)
+            await self._writers.drain(
+                lambda: not self._manifests and not self._committing.locked(), self._options.drain_s
+            )
             async with self._committing:
                 await self._take_on(group)
                 return await self._pin_plan(group)
@@ -258,11 +260,15 @@ class CheckpointActor:
         stuck, limit = self._journal.totals.attempts_without_commit, self._setup.attempts_without_progress
         step = self._ledger.committed.step
         if stuck >= limit:
-            raise TrainingError(f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}")
+            raise TrainingError(
+                f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}"
+            )
         if stuck and stuck == limit - 1:
             point = older(self._points.records, self._ledger.committed.layers, self._unreadable)
             if point is not None:
-                self._journal.incident("previous restore point", f"step {point.step} instead of {step}: {stuck} attempts failed there")
+                self._journal.incident(
+                    "previous restore point", f"step {point.step} instead of {step}: {stuck} attempts failed there"
+                )
                 await self._commit(point)
 
     def _recovery(self) -> Recovery:
@@ -323,7 +329,9 @@ class CheckpointActor:
         replacement = replacement or older(self._points.records, point.layers, self._unreadable)
         if replacement is None:
             problems = "; ".join(bad.values())
-            raise RestoreError(f"no restore point can be read back whole; bring the object back from a copy: {problems}")
+            raise RestoreError(
+                f"no restore point can be read back whole; bring the object back from a copy: {problems}"
+            )
         await self._commit(replacement)
 
     # --- ticks
@@ -454,7 +462,11 @@ class CheckpointActor:
     async def finish(self, step: int) -> Verdict | None:
         """Training has reached its end and everything is committed: mark the run finished, sweep what nobody names."""
         if self._verdict is None and self._whole_at() != step:
-            self._give_up(LayerCheckError(f"finish: expected step {step} committed whole, got {self._whole_at()}; please report this"))
+            self._give_up(
+                LayerCheckError(
+                    f"finish: expected step {step} committed whole, got {self._whole_at()}; please report this"
+                )
+            )
         if self._verdict is None:
             try:
                 async with self._committing:
@@ -469,11 +481,13 @@ class CheckpointActor:
 def _check_same_run(record: Record, facts: AttemptFacts) -> None:
     if record.base.digest != facts.base.digest:
         raise TrainingError(
-            f"model.path: expected the weights this run began with ({record.base.source}, digest {record.base.digest}), "
-            f"got {facts.base.source}, digest {facts.base.digest}; restore them, or give the run another name"
+            f"model.path: expected the weights this run began with ({record.base.source}, {record.base.digest}), "
+            f"got {facts.base.source}, {facts.base.digest}; restore them, or give the run another name"
         )
     if record.facts != facts.facts:
-        raise TrainingError("model: its layers or their sizes are not those the run began with; give the run another name")
+        raise TrainingError(
+            "model: its layers or their sizes are not those the run began with; give the run another name"
+        )
 
 
 def _stale_attempt(got: int, present: int) -> Verdict:

@@ -25,7 +25,9 @@ def without(
     return RestorePoint(step, layers, {name: ref for name, ref in point.previous.items() if name not in bad})
 
 
-def older(records: Sequence[Record], present: Mapping[str, VersionRef], unreadable: set[VersionRef]) -> RestorePoint | None:
+def older(
+    records: Sequence[Record], present: Mapping[str, VersionRef], unreadable: set[VersionRef]
+) -> RestorePoint | None:
     """Newest of `records` (newest first) with another map than `present` and nothing unreadable in it."""
     for record in records:
         if record.layers != present and not unreadable & set(record.layers.values()):

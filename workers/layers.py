@@ -80,7 +80,7 @@ def _found(model: PreTrainedModel) -> dict[str, str]:
     blocks = _blocks(model)
     width = max(2, len(str(max(blocks.values()))))
     embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
     after = EMBEDDING if tied else HEAD
     owners: dict[str, str] = {}

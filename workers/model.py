@@ -40,7 +40,7 @@ def build_model(options: ModelOptions, seed: int) -> PreTrainedModel:
             config = AutoConfig.from_pretrained(options.path, **source)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                model = AutoModelForCausalLM.from_config(
                     config, dtype=getattr(torch, options.dtype), attn_implementation=options.attention
                 )
         else:
@@ -49,9 +49,7 @@ def build_model(options: ModelOptions, seed: int) -> PreTrainedModel:
         parameter.data = parameter.data.contiguous()
     if options.gradient_checkpointing:
         # The re-entrant kind clashes with DDP's hooks.
-        model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     _freeze(model, options.freeze)
     model.train()
@@ -92,7 +90,7 @@ def build_meta_model(options: ModelOptions) -> PreTrainedModel:
     attention = "eager" if options.attention == "flash_attention_2" else options.attention
     with _as_spec_error(options), torch.device("meta"):
         config = AutoConfig.from_pretrained(options.path, **source)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, options.dtype), attn_implementation=attention
         )
     _freeze(model, options.freeze)
@@ -178,7 +176,7 @@ def _hub_answers() -> bool:
 def _as_spec_error(options: ModelOptions) -> Iterator[None]:
     """Say in one line what `transformers` says in many, also in its log."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     try:
         yield
     except ImportError as error:
