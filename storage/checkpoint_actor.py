@@ -47,6 +47,9 @@ from storage.store_health import StoreHealth
 from storage.worker_group import WorkerGroup
 from storage.writer_group import ShardKey, WriterGroup
 
+STANDING_S = 0.2
+"""Longest wait for a restore point before ranks that stand still are answered."""
+
 LOST_AFTER_S = 5.0
 """A shard that no writer holds this long after the ranks have handed it over is lost."""
 
@@ -87,6 +90,7 @@ class CheckpointActor:
         self._tasks: list[asyncio.Task[None]] = []
         self._committing = asyncio.Lock()
         self._news = asyncio.Event()
+        self._committed = asyncio.Event()
         self._manifests: list[Manifest] = []
         self._booked: set[ShardKey] = set()
         self._unreadable: set[VersionRef] = set()
@@ -357,7 +361,15 @@ class CheckpointActor:
         self._fail_lost_shards(self._group)
         number, layers = self._pacer.decide(report, self._ledger, self._group)
         order = Order(decision=number, epoch=self._epoch, attempt=self._attempt, layers=layers) if layers else None
+        if order is None and (report.hold or report.flush):
+            await self._next_commit()
         return Reply(order=order, restore_point=self._ledger.committed.step, whole_at=self._whole_at())
+
+    async def _next_commit(self) -> None:
+        """Wait a moment for a restore point: ranks that stand still would only ask again at once."""
+        self._committed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._committed.wait(), STANDING_S)
 
     def _whole_at(self) -> int | None:
         steps = {self._ledger.committed.layers[fact.name].step for fact in self._ledger.trained}
@@ -451,6 +463,7 @@ class CheckpointActor:
         self._seq += 1
         await self._points.commit(record)
         self._ledger.commit(point)
+        self._committed.set()
 
     async def _sweep_forever(self) -> None:
         while True:

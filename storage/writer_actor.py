@@ -82,7 +82,7 @@ class ShardWriter:
             self._watch = asyncio.get_running_loop().create_task(self._end_when_abandoned())
 
     async def _end_when_abandoned(self) -> None:
-        while (quiet_s := time.monotonic() - self._last_poll) < ABANDONED_S or self._pending:
+        while (quiet_s := time.monotonic() - self._last_poll) < ABANDONED_S or self._pending:  # noqa: ASYNC110
             await asyncio.sleep(max(1.0, ABANDONED_S - quiet_s))
         ray.kill(ray.get_runtime_context().current_actor)
 
