@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup ## train a small model, kill a worker, watch the run recover (two minutes)
-	@if [ -e runs/quickstart ]; then echo "removing runs/quickstart of an earlier quickstart"; rm -r runs/quickstart; fi
+	@rm -rf runs/quickstart runs/quickstart-model
 	$(BIN)/python -m app run jobs/quickstart.yaml
 
 test: setup ## run all tests (those marked gpu only where there is one)
