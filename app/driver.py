@@ -1,6 +1,7 @@
 """The driver: starts the CheckpointActor, runs Ray Train, shows progress, reports the outcome."""
 
 import os
+import signal
 import tempfile
 import threading
 import uuid
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from app.export import export_run
 from app.job_spec import JobSpec
-from app.preflight import Prepared, check_in_flight, check_run, prepare
+from app.preflight import Prepared, check_in_flight, check_run, fleeting_paths, prepare
 from app.progress import LiveProgress, ProgressDisplay
 from app.spec_identity import fingerprint, public_dump, resolve_paths
 from app.status import RunStatus, read_status
@@ -51,6 +52,8 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
         SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
     """
     resolved = resolve_paths(spec)
+    for warning in fleeting_paths(resolved):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     store = open_object_store(resolved.storage, resolved.name)
     prepared = prepare(resolved)
     record = check_run(spec, store, takeover=takeover)
@@ -76,6 +79,8 @@ def _ray(spec: JobSpec) -> Iterator[None]:
     else:
         cpus = max(os.cpu_count() or 1, int(spec.scaling.workers * spec.scaling.cpus_per_worker + 0.999))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    # `ray job stop` sends SIGTERM; Ray's own handler prints a stack trace and says nothing that helps.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -174,6 +179,8 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
         )
         try:
             verdict: Verdict | None = trainer.fit().return_value
+        except SystemExit as stopped:  # what Ray Train's own handler makes of Ctrl-C, with code 0
+            raise KeyboardInterrupt from stopped
         except ray.train.TrainingFailedError as error:
             last = str(error).strip().splitlines()[-1]
             return Verdict(kind="TrainingFailedError", message=f"the workers failed more often than failures.max_failures allows: {last}")

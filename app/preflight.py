@@ -21,6 +21,9 @@ from workers.layers import find_layers
 from workers.model import build_meta_model, load_tokenizer
 from workers.state import planned_layer_bytes
 
+WORKING_DIR_COPIES = "/runtime_resources/working_dir_files/"
+"""Part of the path of every copy of a submitted working directory, below Ray's session directory."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -58,6 +61,16 @@ def check_run(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> Record | 
             "wait for it, stop it, or give --takeover to take the run over from it"
         )
     return record
+
+
+def fleeting_paths(resolved: JobSpec) -> list[str]:
+    """One warning for each local path to write that lies in the copy which `ray job submit --working-dir` makes."""
+    return [
+        f"{field}: {path} lies in Ray's temporary copy of the working directory, and is lost with it; "
+        "give an absolute path or an s3:// URL"
+        for field, path in (("storage.url", resolved.storage.url), ("export", resolved.export))
+        if path is not None and WORKING_DIR_COPIES in path
+    ]
 
 
 def prepare(spec: JobSpec) -> Prepared:
