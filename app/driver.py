@@ -162,7 +162,7 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
     scaling = spec.scaling
     with tempfile.TemporaryDirectory(prefix="layercheck-ray-") as scratch:
         trainer = TorchTrainer(
-            train,
+            train,  # type: ignore[arg-type]  # typed as if nothing could be returned
             train_loop_config={"job": loop},
             torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
             scaling_config=ray.train.ScalingConfig(
@@ -174,11 +174,11 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
                 name=spec.name,
                 storage_path=scratch,  # nothing is reported to Ray Train: checkpoints go through the ShardWriters
                 failure_config=ray.train.FailureConfig(max_failures=spec.failures.max_failures),
-                callbacks=[_TellCause(loop.actor)],
+                callbacks=[_TellCause(loop.actor)],  # type: ignore[list-item]  # typed as Ray Train V1's
             ),
         )
         try:
-            verdict: Verdict | None = trainer.fit().return_value
+            verdict: Verdict | None = trainer.fit().return_value  # type: ignore[attr-defined]  # as above
         except SystemExit as stopped:  # what Ray Train's own handler makes of Ctrl-C, with code 0
             raise KeyboardInterrupt from stopped
         except ray.train.TrainingFailedError as error:

@@ -40,6 +40,7 @@ def export_run(store: ObjectStore, folder: Path) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         whole = Path(scratch) / "export"
+        model.config.use_cache = True  # it was off for training
         model.save_pretrained(whole)
         load_tokenizer(options, DataOptions.model_validate(claim.spec["data"])).save_pretrained(whole)
         if folder.exists():

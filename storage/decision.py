@@ -98,7 +98,7 @@ def _flush(facts: Facts) -> tuple[str, ...]:
 
 
 class _Room:
-    """Room for bytes in flight. A node with nothing in flight takes any layer, or one larger than the limit never could be."""
+    """Room for bytes in flight. A node with nothing in flight takes any layer: a huge one must go some time."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._in_flight = [node.in_flight_bytes for node in nodes]
@@ -114,8 +114,8 @@ class _Room:
         return True
 
     def takes_all(self, layers: Iterable[Candidate]) -> bool:
-        """Reserve room for all layers."""
-        return all([self.take(layer) for layer in layers])
+        """Reserve room for all layers, or as many as come before the first that does not fit."""
+        return all(self.take(layer) for layer in layers)
 
 
 class _Pass:
@@ -221,7 +221,7 @@ class _Pass:
         return self._slack(write_by, self.tokens - float(self.bytes[index]), self.facts.step)
 
     def _slack(self, write_by: npt.NDArray[np.int64], tokens: float, step: int) -> float:
-        """Bytes that could be spent on anything at `step` without missing a deadline; negative when one is out of reach.
+        """Bytes that may be spent at `step` with every deadline still met; negative when one is out of reach.
 
         Layers larger than a tick's refill are saved for while one small layer a tick goes on being written, so these
         compete with them for the bucket.

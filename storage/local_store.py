@@ -14,7 +14,7 @@ from storage.store_common import ObjectInfo, checked_key, checked_prefix, transl
 TEMPORARY = ".tmp"
 """Folder below the root for files that are not objects yet. What a killed process left there is never listed."""
 
-_PRUNE_RACES = 5
+_PRUNE_RACES = 50
 
 
 class LocalStore:
@@ -143,8 +143,8 @@ class LocalStore:
 def _in_folder(path: Path, action: Callable[[], None]) -> None:
     """Run `action`, which puts `path` into its folder, making the folder as often as a concurrent delete prunes it."""
     for _ in range(_PRUNE_RACES):
-        _make_folder(path.parent)
         try:
+            _make_folder(path.parent)
             return action()
         except FileNotFoundError as error:
             lost = error
@@ -155,7 +155,8 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    with suppress(FileExistsError):  # made meanwhile; if it is a file, using it as a folder says so
+        folder.mkdir()
     _sync(folder.parent)
 
 
