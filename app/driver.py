@@ -21,7 +21,7 @@ from rich.console import Console
 from app.export import export_run
 from app.interrupts import interruptible
 from app.job_spec import JobSpec
-from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, prepare
+from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
 from app.progress import LiveProgress, ProgressDisplay
 from app.resources import ray_starts_here, shortage, worker_resources
 from app.spec_identity import fingerprint, public_dump, resolve_paths
@@ -59,6 +59,8 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     """
     resolved = resolve_paths(spec)
     check_spec(resolved)
+    for warning in fleeting_paths(resolved):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     store = open_object_store(resolved.storage, resolved.name)
     record = check_run(spec, store)
     if record is not None and record.finished:

@@ -27,6 +27,9 @@ from workers.layers import find_layers
 from workers.model import build_meta_model, load_tokenizer
 from workers.state import planned_layer_bytes
 
+WORKING_DIR_COPIES = "/runtime_resources/working_dir_files/"
+"""Part of the path of every copy of a submitted working directory, below Ray's session directory."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -70,6 +73,16 @@ def check_run(spec: JobSpec, store: ObjectStore) -> Record | None:
         what = f"as run {spec.name!r} was started; restore it, or give the run another name"
         raise SpecError("\n".join(f"{line}, {what}" for line in differing))
     return catalog.newest_record()
+
+
+def fleeting_paths(resolved: JobSpec) -> list[str]:
+    """One warning for each local path to write that lies in the copy which `ray job submit --working-dir` makes."""
+    return [
+        f"{field}: {path} lies in Ray's temporary copy of the working directory, and is lost with it; "
+        "give an absolute path or an s3:// URL"
+        for field, path in (("storage.url", resolved.storage.url), ("export", resolved.export))
+        if path is not None and WORKING_DIR_COPIES in path
+    ]
 
 
 def prepare(spec: JobSpec) -> Prepared:
