@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from app.export import check_export_folder
@@ -50,8 +49,6 @@ def check_spec(spec: JobSpec) -> None:
     """
     check_budget(spec.checkpoint)
     check_gpus(spec.scaling)
-    if spec.scaling.gpus_per_worker == 0 and spec.training.precision == "bfloat16" and not torch.backends.mkldnn.is_available():
-        raise SpecError("training.precision: bfloat16 needs a CPU build of torch with oneDNN; use float32")
     if spec.export is not None:
         check_export_folder("export", Path(spec.export))
 

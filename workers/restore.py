@@ -145,8 +145,10 @@ def distribute(
         if size == 0:
             continue
         mine = assigned[shard.key] == rank
-        buffer = _packed(share.tensors.pop(shard.key), entries, size) if mine else torch.empty(size, dtype=torch.uint8)
-        buffer = buffer.to(device)
+        if mine:
+            buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         if world_size > 1:
             dist.broadcast(buffer, src=assigned[shard.key])
         for entry in entries:
