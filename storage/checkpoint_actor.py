@@ -370,6 +370,9 @@ class CheckpointActor:
         self._journal.report(report)
         if report.carried_out is not None and report.carried_out.epoch == self._epoch:
             self._ledger.carried_out(report.carried_out.decision, report.carried_out_step)
+        # Rank 0 carries an order out, and says so, in the very report after the reply that held it.
+        for layer in [name for name, flight in self._ledger.in_flight.items() if flight.step is None]:
+            self._fail(layer, "lost order", f"{layer}: the reply with the order did not reach the workers")
         for layer in report.failed_hand_overs:
             self._fail(layer, "hand-over failed", f"{layer}: its ShardWriter could not be reached")
         self._fail_lost_shards(self._group)
@@ -431,7 +434,9 @@ class CheckpointActor:
 
     def _take_problem(self, layer: str, problem: str, *, poisoned: bool) -> None:
         self._fail(layer, "poisoned version" if poisoned else "failed upload", problem)
-        if not poisoned:
+        if poisoned:  # NaN stays NaN under AdamW: no later version of this layer would be any better
+            self._give_up(TrainingError(f"{problem}; the last restore point is intact: lower training.learning_rate"))
+        else:
             self._health.fails(problem)
 
     async def _commit_forever(self) -> None:
