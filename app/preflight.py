@@ -1,12 +1,17 @@
-"""Everything that can be known to be wrong before anything is started or written."""
+"""Everything that can be known to be wrong before anything is started or written, the cheapest first.
+
+`check_spec`, `check_run`, `prepare`, `check_store`: only the last one writes, and leaves nothing behind.
+"""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from app.export import check_export_folder
 from app.job_spec import JobSpec
+from app.resources import check_gpus
 from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
 from storage.decision import smallest_write_budget
@@ -21,6 +26,9 @@ from workers.layers import find_layers
 from workers.model import build_meta_model, load_tokenizer
 from workers.state import planned_layer_bytes
 
+WORKING_DIR_COPIES = "/runtime_resources/working_dir_files/"
+"""Part of the path of every copy of a submitted working directory, below Ray's session directory."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -33,50 +41,79 @@ class Prepared:
     """Size of the full state: parameters, optimizer state and buffers of every trained layer."""
 
 
-def check_run(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> Record | None:
-    """Check the store and what it holds of the run; returns the run's newest record.
+def check_spec(spec: JobSpec) -> None:
+    """Check what needs neither the store nor the model.
 
     Raises:
-        StoreError: the store cannot be used.
-        SpecError: the run was started with another spec; one line for each field that differs.
-        RunLiveError: another driver works on the run.
+        SpecError: the budget cannot keep the bound, this machine cannot run the job, or the export has no place.
     """
-    probe_store(store, spec.storage.allow_unsafe_create)
+    check_budget(spec.checkpoint)
+    check_gpus(spec.scaling)
+    if spec.export is not None:
+        check_export_folder("export", Path(spec.export))
+
+
+def check_run(spec: JobSpec, store: ObjectStore) -> Record | None:
+    """Check what the store holds of the run; returns the run's newest record.
+
+    Raises:
+        StoreError: the store cannot be read.
+        SpecError: the run was started with another spec; one line for each field that differs.
+    """
+    store.check_reachable()
     catalog = Catalog(store)
     claim = catalog.newest_claim()
     if claim is None:
         return None
     differing = differing_fields(claim.spec, public_dump(spec))
     if differing:
-        raise SpecError(
-            "\n".join(f"{line}: run {spec.name!r} was started otherwise; restore it or choose another name" for line in differing)
-        )
-    record = catalog.newest_record()
-    if not (record and record.finished) and not takeover and is_alive(store, claim):
-        raise RunLiveError(
-            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "
-            "wait for it, stop it, or give --takeover to take the run over from it"
-        )
-    return record
+        what = f"as run {spec.name!r} was started; restore it, or give the run another name"
+        raise SpecError("\n".join(f"{line}, {what}" for line in differing))
+    return catalog.newest_record()
+
+
+def fleeting_paths(resolved: JobSpec) -> list[str]:
+    """One warning for each local path to write that lies in the copy which `ray job submit --working-dir` makes."""
+    return [
+        f"{field}: {path} lies in Ray's temporary copy of the working directory, and is lost with it; "
+        "give an absolute path or an s3:// URL"
+        for field, path in (("storage.url", resolved.storage.url), ("export", resolved.export))
+        if path is not None and WORKING_DIR_COPIES in path
+    ]
 
 
 def prepare(spec: JobSpec) -> Prepared:
-    """Check the model, the data and the budget, and tokenize the data once for all attempts.
+    """Check the model and the data, and tokenize the data once for all attempts.
 
     Raises:
         SpecError: something the spec names cannot be used.
     """
-    if spec.scaling.gpus_per_worker == 0 and spec.training.precision == "bfloat16" and not torch.backends.mkldnn.is_available():
-        raise SpecError("training.precision: bfloat16 needs a CPU build of torch with oneDNN; use float32")
     model = build_meta_model(spec.model)
     layers = find_layers(model, spec.model.layers)
     full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
     if full_bytes == 0:
         raise SpecError(f"model.freeze: expected something left to train, got {spec.model.freeze}; freeze less")
-    check_budget(spec.checkpoint)
+    if spec.checkpoint.in_flight_bytes is not None:
+        check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)
     data = load_data(spec.data, tokenizer, spec.storage.s3)
     return Prepared(data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes)
+
+
+def check_store(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> None:
+    """Check that nobody else works on the run, and that the store can do all that the protocol needs.
+
+    Raises:
+        RunLiveError: another driver works on the run.
+        StoreError: the store cannot be used.
+    """
+    claim = Catalog(store).newest_claim()
+    if claim is not None and not takeover and is_alive(store, claim):
+        raise RunLiveError(
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "
+            "wait for it, stop it, or give --takeover to take the run over from it"
+        )
+    probe_store(store, spec.storage.allow_unsafe_create)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,4 +1,4 @@
-"""The catalog of a run: epoch claims, manifests and records in the object store. Blocking; the actor calls it in threads."""
+"""The catalog of a run: epoch claims, manifests and records in the object store. Blocking: use threads."""
 
 from dataclasses import dataclass, field
 
@@ -126,7 +126,8 @@ class Catalog:
         data = self.store.read(ref.manifest_key)
         if digest_of(data) != ref.manifest_digest:
             raise CorruptObjectError(
-                f"{ref.manifest_key}: expected digest {ref.manifest_digest}, got {digest_of(data)}; restore the object from a copy"
+                f"{ref.manifest_key}: expected digest {ref.manifest_digest}, got {digest_of(data)}; "
+                "bring the object back from a copy"
             )
         return Manifest.from_bytes(ref.manifest_key, data)
 

@@ -103,7 +103,7 @@ def _flush(facts: Facts) -> tuple[str, ...]:
 
 
 class _Room:
-    """Room for bytes in flight. A node with nothing in flight takes any layer, or one larger than the limit never could be."""
+    """Room for bytes in flight. A node with nothing in flight takes any layer: a huge one must go some time."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._in_flight = [node.in_flight_bytes for node in nodes]
@@ -119,8 +119,8 @@ class _Room:
         return True
 
     def takes_all(self, layers: Iterable[Candidate]) -> bool:
-        """Reserve room for all layers."""
-        return all([self.take(layer) for layer in layers])
+        """Reserve room for all layers, or as many as come before the first that does not fit."""
+        return all(self.take(layer) for layer in layers)
 
 
 class _Pass:
@@ -153,7 +153,9 @@ class _Pass:
     def _free(self) -> list[int]:
         """Layers that may be chosen: while training stands still, one may have been written at this very step."""
         layers, step = self.facts.layers, self.facts.step
-        return [i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight and layers[i].step < step]
+        return [
+            i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight and layers[i].step < step
+        ]
 
     def _take(self, index: int) -> bool:
         if not self.room.take(self.facts.layers[index]):
@@ -227,7 +229,7 @@ class _Pass:
         return self._slack(write_by, self.tokens - float(self.bytes[index]), self.facts.step)
 
     def _slack(self, write_by: npt.NDArray[np.int64], tokens: float, step: int) -> float:
-        """Bytes that could be spent on anything at `step` without missing a deadline; negative when one is out of reach.
+        """Bytes that may be spent at `step` with every deadline still met; negative when one is out of reach.
 
         Layers larger than a tick's refill are saved for while one small layer a tick goes on being written, so these
         compete with them for the bucket.

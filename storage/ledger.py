@@ -10,12 +10,13 @@ class InFlight:
     """A layer version that was decided and is not durable yet."""
 
     decision: int
-    bytes: int
     node_bytes: tuple[int, ...]
     step: int | None = None
     """Step of the snapshot, known once the ranks have carried the decision out."""
-    handed_over_at: float | None = None
-    """When the ranks were first known to have moved on, on the actor's clock."""
+    stored: bool = False
+    """All shards are durable; only the manifest is still to be written."""
+    seen_at: float | None = None
+    """When its shards were last known to be with a writer or in the store, on the actor's clock."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,16 @@ class Ledger:
         """Layers that age."""
         return tuple(fact for fact in self.facts if not fact.frozen)
 
-    def issue(self, decision: int, layer: str, size: int, node_bytes: tuple[int, ...]) -> None:
-        """A decision chose `layer`."""
-        self.in_flight[layer] = InFlight(decision=decision, bytes=size, node_bytes=node_bytes)
+    def issue(self, decision: int, layer: str, node_bytes: tuple[int, ...]) -> None:
+        """A decision chose `layer`; each node will hand over so many bytes."""
+        self.in_flight[layer] = InFlight(decision=decision, node_bytes=node_bytes)
         self.due.discard(layer)
 
     def carried_out(self, decision: int, step: int) -> None:
         """All ranks took the snapshots of `decision` at `step`."""
         for flight in self.in_flight.values():
             if flight.decision == decision:
+                flight.stored = flight.stored and flight.step == step  # else it was a late version that was stored
                 flight.step = step
 
     def missing_ranks(self, version: VersionId, world_size: int) -> set[int]:
@@ -78,6 +80,9 @@ class Ledger:
         if len(assembly.shards) < world_size:
             return None
         del self._assembling[version]
+        flight = self.in_flight.get(version.layer)
+        if flight is not None and flight.step in (None, version.step):
+            flight.step, flight.stored = version.step, True
         shards = tuple(assembly.shards[rank] for rank in sorted(assembly.shards))
         return Manifest(version=version, world_size=world_size, shards=shards)
 

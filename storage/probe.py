@@ -8,7 +8,7 @@ from storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from storage.object_store import ObjectStore
 
 
-class _AbortedOnPurpose(Exception):
+class _AbortedOnPurposeError(Exception):
     """Raised inside an upload that must then not appear."""
 
 
@@ -52,9 +52,9 @@ def _try_create(store: ObjectStore, key: str, allow_unsafe_create: bool) -> None
 
 
 def _try_stream(store: ObjectStore, key: str) -> None:
-    with suppress(_AbortedOnPurpose), store.open_writer(key) as stream:
+    with suppress(_AbortedOnPurposeError), store.open_writer(key) as stream:
         stream.write(b"torn")
-        raise _AbortedOnPurpose
+        raise _AbortedOnPurposeError
     with suppress(ObjectNotFoundError):
         store.size(key)
         raise StoreError(f"{store.url}: an aborted upload became visible; allow listing and aborting multipart uploads")

@@ -42,9 +42,7 @@ class _Row(NamedTuple):
 def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
     """Read and verify a whole shard.
 
-    Args:
-        bytes: size of the object according to its manifest.
-        digest: digest of the shard according to its manifest.
+    `bytes` and `digest` are what its manifest says of the object `key`.
 
     Returns:
         The shard; arrays are read-only, and those of one chunk are views of the bytes read.

@@ -82,8 +82,8 @@ class ShardWriter:
             self._watch = asyncio.get_running_loop().create_task(self._end_when_abandoned())
 
     async def _end_when_abandoned(self) -> None:
-        while time.monotonic() - self._last_poll < ABANDONED_S or self._pending:
-            await asyncio.sleep(ABANDONED_S / 10)
+        while (quiet_s := time.monotonic() - self._last_poll) < ABANDONED_S or self._pending:  # noqa: ASYNC110
+            await asyncio.sleep(max(1.0, ABANDONED_S - quiet_s))
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _store_shard(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
@@ -102,8 +102,9 @@ class ShardWriter:
             for tensor in tensors:
                 bad = count_nonfinite(tensor)
                 if bad:
-                    what = f"{version.layer} at step {version.step}: {bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
-                    return replace(base, problem=f"{what}; not stored over a good version", poisoned=True)
+                    what = f"{bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
+                    problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
+                    return replace(base, problem=problem, poisoned=True)
             key = keys.shard(**version.model_dump(), rank=order.rank, world_size=order.world_size)
             summary = write_shard(self._store, key, order.meta, tensors)
         except LayerCheckError as error:

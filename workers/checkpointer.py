@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ from workers.layers import Layer
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
 from workers.snapshot import Snapshotter
-from workers.state import StateTensor, layer_bytes, slice_tensors
+from workers.state import layer_bytes, slice_tensors
 
 STANDING_WAIT_S = 0.5
 """Longest wait for the actor's answer between two broadcasts while training stands still."""
@@ -78,11 +79,15 @@ class Checkpointer:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._layers = {layer.name: layer for layer in layers}
         self._trained = [layer for layer in layers if trainable(layer, model)]
-        self._slices: dict[str, Slice] = {layer.name: cut(layer, model, self._rank, self._world_size) for layer in self._trained}
+        self._slices: dict[str, Slice] = {
+            layer.name: cut(layer, model, self._rank, self._world_size) for layer in self._trained
+        }
+        self._views = {
+            layer.name: slice_tensors(self._slices[layer.name], layer, model, optimizer) for layer in self._trained
+        }
         self._faults = faults
         self._seed = seed
         self._snapshotter = Snapshotter(device)
-        self._views: dict[str, list[StateTensor]] = {}
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
         self._writer_name = ""
@@ -103,6 +108,7 @@ class Checkpointer:
         Raises:
             RunStoppedError: the run cannot go on.
         """
+        model, optimizer = self._model, self._optimizer
         self._attempt_facts = self._facts()
         answer = self._ask_actor("begin_attempt", self._attempt_facts)
         if not isinstance(answer, RestorePlan):
@@ -113,32 +119,28 @@ class Checkpointer:
         self._faults.at_step(answer.step)
         self._faults.strike("restore")
         plan = restore(
-            answer, self._store, self._layers, self._model, self._optimizer, self._device, self._group, self._ask_for_replacement
+            answer, self._store, self._layers, model, optimizer, self._device, self._group, self._ask_for_replacement
         )
         self._restore_point = plan.step
-        self._views = {
-            layer.name: slice_tensors(self._slices[layer.name], layer, self._model, self._optimizer) for layer in self._trained
-        }
-        slices = [self._slices[layer.name] for layer in self._trained]
-        self._meter = DeltaMeter(self._trained, slices, self._model, self._optimizer, self._options.reference_fraction, self._seed)
+        slices = list(self._slices.values())
+        self._meter = DeltaMeter(self._trained, slices, model, optimizer, self._options.reference_fraction, self._seed)
         return plan.step
 
     def _facts(self) -> AttemptFacts:
         node = ray.get_runtime_context().get_node_id()
-        owned = {
-            layer.name: sum(
-                part.tensor.nbytes for part in slice_tensors(self._slices[layer.name], layer, self._model, self._optimizer)
-            )
-            for layer in self._trained
-        }
+        owned = {name: sum(part.tensor.nbytes for part in views) for name, views in self._views.items()}
         told: list[tuple[str, dict[str, int]] | None] = [None] * self._world_size
         dist.all_gather_object(told, (node, owned), group=self._group)
         ranks = [message for message in told if message is not None]
         return AttemptFacts(
             node_of_rank=tuple(home for home, _ in ranks),
             facts=tuple(
-                LayerFacts(name=name, bytes=layer_bytes(layer, self._model, self._optimizer), frozen=name not in self._slices)
-                for name, layer in self._layers.items()
+                LayerFacts(
+                    name=layer.name,
+                    bytes=layer_bytes(layer, self._model, self._optimizer),
+                    frozen=layer.name not in self._slices,
+                )
+                for layer in self._layers.values()
             ),
             shard_bytes={layer.name: tuple(sizes[layer.name] for _, sizes in ranks) for layer in self._trained},
             base=self._base,
@@ -148,16 +150,12 @@ class Checkpointer:
         answer = self._ask_actor("restored", self._attempt, bad)
         if isinstance(answer, Verdict):
             raise RunStoppedError(answer)
+        assert answer is None or isinstance(answer, RestorePlan)
         return answer
 
     def _ask_actor(self, method: str, *args: Any) -> Any:
         """Rank 0 calls the actor and waits; every rank gets the answer."""
-        box: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                box = [_patiently(self._actor, method, *args)]
-            except LayerCheckError as error:
-                box = [_verdict_on(error)]
+        box = [_patiently(self._actor, method, *args) if self._rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
@@ -195,7 +193,9 @@ class Checkpointer:
         if verdict is not None:
             raise RunStoppedError(verdict)
 
-    def _tick(self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False) -> None:
+    def _tick(
+        self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False
+    ) -> None:
         sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
         reply = self._receive(wait_s)
         if reply is not None:
@@ -253,8 +253,6 @@ class Checkpointer:
                     box = [ray.get(pending)]
                 except ray.exceptions.RayActorError:
                     time.sleep(wait_s)  # it is being restarted; the next report reaches its successor
-                except LayerCheckError as error:  # its successor cannot take the run on
-                    box = [Reply(verdict=_verdict_on(error))]
         dist.broadcast_object_list(box, src=0, group=self._group)
         reply = box[0]
         if reply is not None and reply.verdict is not None:
@@ -267,7 +265,7 @@ class Checkpointer:
         """Snapshot this rank's slices of the chosen layers and hand them to the node's ShardWriter."""
         self._faults.strike("snapshot")
         for name in order.layers:
-            self._snapshotter.take(self._views[name], lambda tensors, name=name: self._hand_over(order, name, step, tensors))  # type: ignore[misc]
+            self._snapshotter.take(self._views[name], partial(self._hand_over, order, name, step))
         self._meter.rebase(order.layers)
         self._carried = (order, step)
 
@@ -317,12 +315,6 @@ class Checkpointer:
         if failed:
             self._writer = None
         return failed
-
-
-def _verdict_on(error: LayerCheckError) -> Verdict:
-    """What the run ends with when the CheckpointActor itself could not start: Ray would restart the workers forever."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    return Verdict(kind=type(cause).__name__, message=str(cause))
 
 
 def _patiently(actor: Any, method: str, *args: Any) -> Any:

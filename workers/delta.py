@@ -62,7 +62,9 @@ class _Batch:
         self.piece_of_row = torch.repeat_interleave(sizes).to(torch.int32).to(device)
         self.scales = torch.tensor([piece.scale for piece in pieces], dtype=torch.float64, device=device)
         self.betas = torch.tensor([piece.beta for piece in pieces], dtype=torch.float64, device=device)
-        self.layers = [(layer, sum(p.num_rows for p in group)) for layer, group in groupby(pieces, key=lambda p: p.layer)]
+        self.layers = [
+            (layer, sum(p.num_rows for p in group)) for layer, group in groupby(pieces, key=lambda p: p.layer)
+        ]
         self.reference = torch.cat([piece.rows(piece.parameter) for piece in pieces])
 
     def rebase(self, layers: Collection[int]) -> None:
@@ -74,10 +76,12 @@ class _Batch:
             start = end
 
     def momenta(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
-        """`exp_avg` ([rows, _RUN]) and the factor that corrects its bias, per piece ([pieces], NaN where there is none)."""
+        """`exp_avg` ([rows, _RUN]), and per piece what corrects its bias ([pieces], NaN where there is none)."""
         states = [optimizer.state.get(piece.parameter, {}) for piece in self.pieces]
         # The weights stand in for a missing `exp_avg`: whatever they are, the factor makes it NaN.
-        rows = [piece.rows(state.get("exp_avg", piece.parameter)) for piece, state in zip(self.pieces, states, strict=True)]
+        rows = [
+            piece.rows(state.get("exp_avg", piece.parameter)) for piece, state in zip(self.pieces, states, strict=True)
+        ]
         none = torch.tensor(math.nan, device=self.scales.device)
         steps = torch.stack([state["step"] if "exp_avg" in state else none for state in states])
         steps = steps.to(self.scales.device, torch.float64, non_blocking=True)
@@ -99,8 +103,8 @@ class DeltaMeter:
 
     The sample is drawn per layer and tensor from `seed`: one run of 64 elements in each of as many equal parts of the
     tensor as `fraction` asks for, at least one. It does not depend on the number of ranks: the rank that owns a run's
-    first element measures the run. Sums are scaled per tensor, elements over sampled elements, so that the total over all
-    ranks estimates the whole layer. With `fraction` 1, and for tensors shorter than a run, nothing is left out.
+    first element measures the run. Sums are scaled per tensor, elements over sampled elements, so that the total over
+    all ranks estimates the whole layer. With `fraction` 1, and for tensors shorter than a run, nothing is left out.
 
     The reference takes `fraction` of the owned parameters in their own dtype, and 8 bytes of index a run.
     """
@@ -144,7 +148,7 @@ class DeltaMeter:
         """
         totals = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._device)
         for batch in self._batches:
-            parts = batch.sums(self._optimizer).split([rows for _, rows in batch.layers])
+            parts = torch.split(batch.sums(self._optimizer), [rows for _, rows in batch.layers])
             for (layer, _), part in zip(batch.layers, parts, strict=True):
                 totals[layer] += part.sum(0)
         return totals
@@ -168,8 +172,13 @@ def drifts_and_impacts(summed: Tensor) -> list[tuple[float, float]]:
 
 
 def _pieces(
-    layer: int, layer_name: str, owned: ElementRange, parameter: nn.Parameter, betas: dict[nn.Parameter, float],
-    fraction: float, seed: int,
+    layer: int,
+    layer_name: str,
+    owned: ElementRange,
+    parameter: nn.Parameter,
+    betas: dict[nn.Parameter, float],
+    fraction: float,
+    seed: int,
 ) -> Iterator[_Piece]:
     """What is measured of one owned range; an exact one in parts of at most `_BATCH_RUNS` runs."""
     num_runs = parameter.numel() // _RUN
@@ -191,8 +200,8 @@ def _pieces(
 def _sample(num_runs: int, size: int, key: str) -> Tensor:
     """`size` of `num_runs` runs, one at random in each of `size` equal parts: [size], int64, ascending.
 
-    Every run is as likely as any other (a run that two parts share may come twice). A regular grid would not do: its stride can
-    fall in step with the rows of a matrix and see a few columns only.
+    Every run is as likely as any other (one that two parts share may come twice). A regular grid would not do: its
+    stride can fall in step with the rows of a matrix and see a few columns only.
     """
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
     places = torch.arange(size, dtype=torch.float64) + torch.rand(size, generator=generator, dtype=torch.float64)

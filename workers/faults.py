@@ -1,4 +1,4 @@
-"""Fault injection: strikes at an addressed point (rank, step, point, attempt), and tells the CheckpointActor before it does."""
+"""Fault injection: strikes at an addressed point (rank, step, point, attempt), and tells the CheckpointActor first."""
 
 import os
 import signal
@@ -45,8 +45,8 @@ class FaultInjector:
         """Strike inside the passes: when the middle block has run, and when its output's gradient arrives."""
         if self._faults:
             middle = layers[len(layers) // 2]
-            prefix = os.path.commonprefix(list(middle.params)).rpartition(".")[0]
-            model.get_submodule(prefix).register_forward_hook(self._after_block)
+            block = os.path.commonpath([name.replace(".", "/") for name in middle.params]).replace("/", ".")
+            model.get_submodule(block).register_forward_hook(self._after_block)
 
     def _after_block(self, _block: nn.Module, _inputs: Any, output: Any) -> None:
         self.strike("forward")

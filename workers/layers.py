@@ -79,7 +79,8 @@ def _found(model: PreTrainedModel) -> dict[str, str]:
     """Tensor name -> layer name, in module order."""
     blocks = _blocks(model)
     width = max(2, len(str(max(blocks.values()))))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
     after = EMBEDDING if tied else HEAD
     owners: dict[str, str] = {}
@@ -135,7 +136,9 @@ def _overridden(model: nn.Module, override: Mapping[str, Sequence[str]]) -> dict
     names = [tensor_name for _, tensor_name in _tensors(model)]
     for layer, prefixes in override.items():
         if not _SAFE_NAME.fullmatch(layer):
-            raise SpecError(f"model.layers: expected a layer name of letters, digits, '_', '.', '-', got {layer!r}; rename it")
+            raise SpecError(
+                f"model.layers: expected a layer name of letters, digits, '_', '.', '-', got {layer!r}; rename it"
+            )
         if not prefixes:
             raise SpecError(f"model.layers.{layer}: expected at least one prefix, got none; add one or drop the layer")
         for prefix in prefixes:
@@ -149,6 +152,8 @@ def _overridden(model: nn.Module, override: Mapping[str, Sequence[str]]) -> dict
         takers = [layer for layer, prefixes in override.items() if any(has_prefix(name, prefix) for prefix in prefixes)]
         if len(takers) != 1:
             got = f"it is in {' and '.join(takers)}" if takers else "it is in none"
-            raise SpecError(f"model.layers: expected every tensor in exactly one layer, got {name}: {got}; correct the prefixes")
+            raise SpecError(
+                f"model.layers: expected every tensor in exactly one layer, got {name}: {got}; correct the prefixes"
+            )
         owners[name] = takers[0]
     return owners

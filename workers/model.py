@@ -1,5 +1,6 @@
 """Model and tokenizer from the spec's options."""
 
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ import torch
 import xxhash
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not in its __all__
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from storage.errors import SpecError
 from workers.layers import Layer, has_prefix
@@ -31,6 +34,7 @@ def build_model(options: ModelOptions, seed: int) -> PreTrainedModel:
         SpecError: the model does not exist or cannot be loaded, its weights do not fit it, or `freeze` does not.
     """
     source = _source(options)
+    model: PreTrainedModel
     with _as_spec_error(options):
         if options.weights == "random":
             config = AutoConfig.from_pretrained(options.path, **source)
@@ -40,19 +44,7 @@ def build_model(options: ModelOptions, seed: int) -> PreTrainedModel:
                     config, dtype=getattr(torch, options.dtype), attn_implementation=options.attention
                 )
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                options.path,
-                dtype=getattr(torch, options.dtype),
-                attn_implementation=options.attention,
-                output_loading_info=True,
-                **source,
-            )
-            missing = sorted(report["missing_keys"])
-            if missing:
-                raise SpecError(
-                    f"model.path: expected weights for all of {type(model).__name__}, got none in {options.path!r} for "
-                    f"{len(missing)} tensors such as {missing[0]}; complete the folder, or set model.weights to random"
-                )
+            model = _pretrained(options, source)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     if options.gradient_checkpointing:
@@ -60,7 +52,30 @@ def build_model(options: ModelOptions, seed: int) -> PreTrainedModel:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     _freeze(model, options.freeze)
-    return model.train()
+    model.train()
+    return model
+
+
+def _pretrained(options: ModelOptions, source: dict[str, Any]) -> PreTrainedModel:
+    """Load the weights, and refuse what `transformers` only warns of: tensors that it made up."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        options.path,
+        dtype=getattr(torch, options.dtype),
+        attn_implementation=options.attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **source,
+    )
+    model: PreTrainedModel
+    model, report = loaded
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    made_up = sorted({*report["missing_keys"], *mismatched})
+    if made_up:
+        raise SpecError(
+            f"model.path: expected fitting weights for all of {type(model).__name__}, got {len(made_up)} tensors "
+            f"without in {options.path!r}, such as {made_up[0]}; complete the folder, or set model.weights to random"
+        )
+    return model
 
 
 def build_meta_model(options: ModelOptions) -> PreTrainedModel:
@@ -75,7 +90,7 @@ def build_meta_model(options: ModelOptions) -> PreTrainedModel:
     attention = "eager" if options.attention == "flash_attention_2" else options.attention
     with _as_spec_error(options), torch.device("meta"):
         config = AutoConfig.from_pretrained(options.path, **source)
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, options.dtype), attn_implementation=attention
         )
     _freeze(model, options.freeze)
@@ -85,14 +100,14 @@ def build_meta_model(options: ModelOptions) -> PreTrainedModel:
 def load_tokenizer(model: ModelOptions, data: DataOptions) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a pad token, and with `data.chat_template` if one is given.
 
-    Padding falls back to the end-of-text token (it is masked, so its value does not matter). Without any chat template, only
-    prompt and answer columns can be used; `chat_template` of the result is then None.
+    Padding falls back to the end-of-text token (it is masked, so its value does not matter). Without any chat template,
+    only prompt and answer columns can be used; `chat_template` of the result is then None.
 
     Raises:
         SpecError: there is no tokenizer, no token to pad with, or no chat template for `data.messages_column`.
     """
     source = _source(model)
-    with _as_spec_error(model):
+    with _as_spec_error(model, "with a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model.path, **source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -112,12 +127,12 @@ def load_tokenizer(model: ModelOptions, data: DataOptions) -> PreTrainedTokenize
 
 
 def base_digest(model: PreTrainedModel, layers: Sequence[Layer]) -> str:
-    """XXH3-128 (hexadecimal) over name, type, shape and bytes of every parameter and persistent buffer, layer by layer."""
+    """XXH3-128 (hexadecimal) of name, type, shape and bytes of all parameters and persistent buffers, by layer."""
     digest = xxhash.xxh3_128()
     for layer in layers:
-        tensors = [(name, model.get_parameter(name)) for name in layer.params]
-        tensors += [(name, model.get_buffer(name)) for name in layer.buffers]
-        for name, tensor in tensors:
+        tensors: dict[str, Tensor] = {name: model.get_parameter(name) for name in layer.params}
+        tensors |= {name: model.get_buffer(name) for name in layer.buffers}
+        for name, tensor in tensors.items():
             digest.update(f"{layer.name} {name} {dtype_name(tensor)} {tuple(tensor.shape)}\n".encode())
             digest.update(to_numpy(tensor.detach().cpu().contiguous().view(-1)).data)
     return digest.hexdigest()
@@ -132,15 +147,16 @@ def _source(options: ModelOptions) -> dict[str, Any]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SpecError(
-                f"model.path: expected a model folder with a config.json, got {options.path!r} without one; correct the path"
+                f"model.path: expected a model folder with a config.json, got {options.path!r} without one; "
+                "correct the path"
             )
         return {"local_files_only": True}
     try:
         validate_repo_id(options.path)
     except ValueError as error:
         raise SpecError(
-            f"model.path: expected a model folder or a hub id such as org/name, got {options.path!r}, which is neither; "
-            "correct the path"
+            f"model.path: expected a model folder or a hub id such as org/name, got {options.path!r}, "
+            "which is neither; correct the path"
         ) from error
     return {"revision": options.revision or "main", "local_files_only": not _hub_answers()}
 
@@ -157,20 +173,24 @@ def _hub_answers() -> bool:
 
 
 @contextmanager
-def _as_spec_error(options: ModelOptions) -> Iterator[None]:
-    """Say in one line what `transformers` says in many."""
+def _as_spec_error(options: ModelOptions, what: str = "of a causal language model") -> Iterator[None]:
+    """Say in one line what `transformers` says in many, also in its log."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     except ImportError as error:
         raise SpecError(
-            f"model.attention: expected an implementation that is installed, got {options.attention!r}: {_first_line(error)}; "
-            "install it or choose sdpa"
+            f"model.attention: expected an implementation that is installed, got {options.attention!r}: "
+            f"{_first_line(error)}; install it or choose sdpa"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, StrictDataclassError) as error:
         raise SpecError(
-            f"model.path: expected a folder or hub id of a causal language model that transformers can load, got "
+            f"model.path: expected a folder or hub id {what} that transformers can load, got "
             f"{options.path!r}: {_first_line(error)}; correct the path, or make the hub reachable"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _first_line(error: BaseException) -> str:
@@ -184,10 +204,12 @@ def _freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
         matched = [parameter for name, parameter in named if has_prefix(name, prefix)]
         if not matched:
             raise SpecError(
-                f"model.freeze: expected a prefix of the parameter names (such as {named[0][0]}), got {prefix!r}, which "
-                "matches nothing; correct it"
+                f"model.freeze: expected a prefix of the parameter names (such as {named[0][0]}), got {prefix!r}, "
+                "which matches nothing; correct it"
             )
         for parameter in matched:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in named):
-        raise SpecError(f"model.freeze: expected something left to train, got all frozen by {list(prefixes)}; freeze less")
+        raise SpecError(
+            f"model.freeze: expected something left to train, got all frozen by {list(prefixes)}; freeze less"
+        )

@@ -11,8 +11,8 @@ from workers.options import TrainingOptions
 def build_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; weight decay on matrices (2-D and up) only.
 
-    Its state is allocated here (zeros, `step` 0), so that a restore can fill it in place before the first step. Training
-    is bitwise what it is with state that torch creates at the first step.
+    Its state is allocated here (zeros, `step` 0), so that a restore can fill it in place before the first step.
+    Training is bitwise what it is with state that torch creates at the first step.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -38,8 +38,8 @@ def build_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.A
 def learning_rate(step: int, total_steps: int, options: TrainingOptions) -> float:
     """Learning rate of `step` (1 to `total_steps`).
 
-    It rises in equal parts to the peak at step `warmup_steps` (at step 1 without warm-up), and `linear` and `cosine` fall
-    so as to be 0 one step after the last, so that no step is taken at 0.
+    It rises in equal parts to the peak at step `warmup_steps` (at step 1 without warm-up); `linear` and `cosine` then
+    fall so as to be 0 one step after the last, so that no step is taken at 0.
     """
     peak_step = max(options.warmup_steps, 1)
     if step < peak_step:

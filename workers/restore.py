@@ -47,7 +47,8 @@ class Share:
 
 def shards_of(plan: RestorePlan) -> list[tuple[str, ShardRef]]:
     """(layer, shard) of every object the plan needs, in an order that all ranks agree on."""
-    return [(name, shard) for name in sorted(plan.layers) if (manifest := plan.layers[name].manifest) for shard in manifest.shards]
+    stored = [(name, planned.manifest) for name, planned in sorted(plan.layers.items()) if planned.manifest]
+    return [(name, manifest_shard) for name, manifest in stored for manifest_shard in manifest.shards]
 
 
 def readers(plan: RestorePlan, world_size: int) -> dict[str, int]:
@@ -86,7 +87,10 @@ def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardR
     said = (shard.meta.layer, shard.meta.step, shard.meta.epoch, shard.meta.attempt, shard.meta.rank)
     expected = (layer, version.step, version.epoch, version.attempt, ref.rank)
     if said != expected:
-        raise CorruptObjectError(f"{ref.key}: expected the shard of (layer, step, epoch, attempt, rank) {expected}, got {said}")
+        raise CorruptObjectError(
+            f"{ref.key}: expected the shard of (layer, step, epoch, attempt, rank) {expected}, got {said}; "
+            "bring the object back from a copy"
+        )
     return list(shard.tensors)
 
 
@@ -103,7 +107,11 @@ def _entries(tensors: list[ShardTensor]) -> Iterator[Entry]:
 
 
 def uncovered(
-    plan: RestorePlan, layers: dict[str, Layer], model: nn.Module, optimizer: torch.optim.Optimizer, index: dict[str, list[Entry]]
+    plan: RestorePlan,
+    layers: dict[str, Layer],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: dict[str, list[Entry]],
 ) -> dict[str, str]:
     """Layers whose shards together do not hold every element of the layer state exactly once."""
     bad = {}
@@ -124,7 +132,12 @@ def uncovered(
 
 
 def distribute(
-    plan: RestorePlan, share: Share, index: dict[str, list[Entry]], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    plan: RestorePlan,
+    share: Share,
+    index: dict[str, list[Entry]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
 ) -> None:
     """Broadcast every object from the rank that read it and fill it in, in place, on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -135,8 +148,10 @@ def distribute(
         if size == 0:
             continue
         mine = assigned[shard.key] == rank
-        buffer = _packed(share.tensors.pop(shard.key), entries, size) if mine else torch.empty(size, dtype=torch.uint8)
-        buffer = buffer.to(device)
+        if mine:
+            buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         if world_size > 1:
             dist.broadcast(buffer, src=assigned[shard.key])
         for entry in entries:
@@ -167,11 +182,10 @@ def restore(
     group: dist.ProcessGroup | None,
     ask: Ask,
 ) -> RestorePlan:
-    """Bring model and optimizer to the composite of `plan`, or of the plan that replaces it when objects are unreadable.
+    """Bring model and optimizer to the composite of `plan`, or of a plan that replaces it when objects are unreadable.
 
-    Args:
-        group: a CPU group for the ranks' small messages.
-        ask: tells the CheckpointActor, from all ranks, which layers are unreadable; returns another plan, or None to go on.
+    `group` is a CPU group for the ranks' small messages. `ask` tells the CheckpointActor, from all ranks, which layers
+    are unreadable, and returns another plan, or None to go on with this one.
 
     Returns:
         The plan that was restored.

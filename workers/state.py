@@ -50,11 +50,9 @@ def slice_tensors(slice: Slice, layer: Layer, model: nn.Module, optimizer: torch
         for name in trainable(layer, model):
             parameter = model.get_parameter(name)
             whole = _elementwise(name, parameter, optimizer)
-            for kind, tensor in _optimizer_state(name, parameter, optimizer):
-                if kind not in whole:
-                    found.append(StateTensor(name, kind, 0, _flat(name, kind, tensor)))
-        for name in layer.buffers:
-            found.append(StateTensor(name, BUFFER, 0, _flat(name, BUFFER, model.get_buffer(name))))
+            state = _optimizer_state(name, parameter, optimizer)
+            found += [StateTensor(name, kind, 0, _flat(name, kind, t)) for kind, t in state if kind not in whole]
+        found += [StateTensor(name, BUFFER, 0, _flat(name, BUFFER, model.get_buffer(name))) for name in layer.buffers]
     return found
 
 
@@ -78,8 +76,8 @@ def fill(
         )
     if values.ndim != 1 or first < 0 or first + values.numel() > target.numel():
         raise CorruptObjectError(
-            f"{name} ({kind}): expected a run of its {target.numel()} elements, got shape {tuple(values.shape)} from element "
-            f"{first}; the stored layer belongs to another model"
+            f"{name} ({kind}): expected a run of its {target.numel()} elements, got shape {tuple(values.shape)} "
+            f"from element {first}; the stored layer belongs to another model"
         )
     target[first : first + values.numel()].copy_(values)
 
@@ -120,7 +118,7 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype) or wanted.itemsize != array.dtype.itemsize:
         raise CorruptObjectError(
-            f"stored tensor: expected elements of {array.dtype.itemsize} bytes as {array.dtype}, got type {dtype!r:.40}; "
+            f"stored tensor: expected elements of {array.dtype.itemsize} bytes, got type {dtype!r:.40}; "
             "the object was written by something else"
         )
     with warnings.catch_warnings():
@@ -133,7 +131,8 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
 def _flat(name: str, kind: str, tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise LayerCheckError(
-            f"{name} ({kind}): expected a contiguous tensor, got strides {tensor.stride()}; make it contiguous before training"
+            f"{name} ({kind}): expected a contiguous tensor, got strides {tensor.stride()}; "
+            "make it contiguous before training"
         )
     return tensor.view(-1)
 
@@ -161,7 +160,9 @@ def _target(model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str
             return model.get_buffer(name)
         parameter = model.get_parameter(name)
     except AttributeError as error:
-        raise LayerCheckError(f"{name} ({kind}): expected a tensor of this model, got one it lacks; use the run's model") from error
+        raise LayerCheckError(
+            f"{name} ({kind}): expected a tensor of this model, got one it lacks; use the run's model"
+        ) from error
     if kind == PARAM:
         return parameter.detach()
     state = dict(_optimizer_state(name, parameter, optimizer)) if optimizer else {}

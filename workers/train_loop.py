@@ -8,7 +8,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +69,7 @@ class _Loop:
         model = build_model(config.model, training.seed)
         layers = find_layers(model, config.model.layers)
         base = BaseVersion(source=config.model.path, digest=base_digest(model, layers) if dist.get_rank() == 0 else "")
-        model.to(self.device)
+        model.to(self.device)  # type: ignore[arg-type]  # transformers' wrapper hides the method's own types
         optimizer = build_optimizer(model, training)
         self.faults = FaultInjector(config.faults, dist.get_rank(), config.actor)
         self.faults.watch(model, layers)

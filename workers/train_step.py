@@ -51,8 +51,8 @@ class Trainee:
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     """Sum of the next-token cross-entropy over the batch's labels, in float32 (scalar)."""
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    predicted, labels = logits[:, :-1].float(), batch.labels[:, 1:]
-    return functional.cross_entropy(predicted.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    predicted, labels = logits[:, :-1].float().flatten(0, 1), batch.labels[:, 1:].flatten()
+    return functional.cross_entropy(predicted, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def forward_backward(trainee: Trainee, examples: Examples, step: int) -> tuple[float, int, int]:
@@ -82,7 +82,7 @@ def forward_backward(trainee: Trainee, examples: Examples, step: int) -> tuple[f
 
 
 def _shares(indices: Indices, micro_batch: int, rank: int, world_size: int) -> Iterator[tuple[Indices, float, bool]]:
-    """(micro-batch, weight, whether it synchronizes). A rank without one runs the first for nothing, to join the all-reduce."""
+    """(micro-batch, weight, whether it synchronizes). A rank without one runs the first for nothing, to join in."""
     mine: Sequence[Indices] = micro_batches(indices, micro_batch, rank, world_size)
     if not mine:
         yield micro_batches(indices, micro_batch, 0, 1)[0], 0.0, True

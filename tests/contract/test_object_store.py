@@ -70,6 +70,18 @@ def test_torn_stream_publishes_nothing(place: Place, size: int, error: type[Base
         assert [path for path in Path(place.options.url).rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize("size", [100, 12 * MIB])
+def test_torn_stream_never_was_visible(server: S3Server, size: int) -> None:
+    # A versioned bucket remembers objects that were there for a moment and then deleted.
+    bucket, client = server.new_bucket(), server.client()
+    client.call_s3("put_bucket_versioning", Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    store = open_object_store(server.options(bucket), "run")
+    with pytest.raises(TornError), store.open_writer("x") as stream:
+        stream.write(b"z" * size)
+        raise TornError
+    assert not client.call_s3("list_object_versions", Bucket=bucket).get("Versions")
+
+
 def test_torn_stream_leaves_neighbours_alone(store: ObjectStore) -> None:
     with store.open_writer("layers/x.arrow.more") as neighbour:
         neighbour.write(b"kept")
@@ -221,8 +233,8 @@ def test_reasons_are_told_apart_within_seconds(ceph: S3Server, change: dict[str,
 
 def test_silent_endpoint_is_given_up_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        s3 = S3Options(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", access_key="k", secret_key="s")
-        store = open_object_store(StorageOptions(url="s3://bucket/x", s3=s3), "run")
+        options = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}").options("bucket")
+        store = open_object_store(options, "run")
         started = time.monotonic()
         with pytest.raises(StoreError, match="endpoint unreachable"):
             store.check_reachable()

@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import s3fs
+from moto.s3.exceptions import NoSuchUpload
+from moto.s3.models import S3Backend
 from moto.server import ThreadedMotoServer
 from pydantic import SecretStr
 
@@ -52,9 +54,20 @@ class S3Server(NamedTuple):
         return name
 
 
+_moto_upload_part = S3Backend.upload_part
+
+
+def _upload_part(backend: S3Backend, bucket: str, upload: str, *arguments: Any, **named: Any) -> Any:
+    """As S3 does: 404 for an upload that was aborted. moto fails with 500, which clients retry for many seconds."""
+    if upload not in backend.get_bucket(bucket).multiparts:
+        raise NoSuchUpload(upload)
+    return _moto_upload_part(backend, bucket, upload, *arguments, **named)
+
+
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """moto's S3, in a thread of this process."""
+    setattr(S3Backend, "upload_part", _upload_part)  # noqa: B010  a plain assignment is refused by mypy
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

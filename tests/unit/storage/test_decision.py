@@ -20,15 +20,28 @@ def simulate(sizes, *, budget, bound, ticks=250, latency=2, interval=1, criterio
         step = tick * interval
         layers = tuple(
             Candidate(
-                name=str(i), bytes=size, step=steps[i], drift=1e-4 * (step - steps[i]) * (2.5 if i == 0 else 1.0),
-                impact=1e-3 * (step - steps[i]) ** 1.5 * (3 if i == 0 else 1), in_flight=step - steps[i] < latency and steps[i] > 0,
+                name=str(i),
+                bytes=size,
+                step=steps[i],
+                drift=1e-4 * (step - steps[i]) * (2.5 if i == 0 else 1.0),
+                impact=1e-3 * (step - steps[i]) ** 1.5 * (3 if i == 0 else 1),
+                in_flight=step - steps[i] < latency and steps[i] > 0,
             )
             for i, size in enumerate(sizes)
-        )  # fmt: skip
+        )
         facts = Facts(
-            step=step, interval_steps=interval, layers=layers, staleness_bound_steps=bound, max_lag=max_lag, latency_steps=latency,
-            newest_step=newest, tokens=tokens, refill_bytes=budget * total, criterion=criterion, threshold=threshold,
-        )  # fmt: skip
+            step=step,
+            interval_steps=interval,
+            layers=layers,
+            staleness_bound_steps=bound,
+            max_lag=max_lag,
+            latency_steps=latency,
+            newest_step=newest,
+            tokens=tokens,
+            refill_bytes=budget * total,
+            criterion=criterion,
+            threshold=threshold,
+        )
         decision = decide(facts)
         tokens = decision.tokens
         for name in decision.layers:

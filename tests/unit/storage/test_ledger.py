@@ -18,7 +18,7 @@ def ledger_of(bound: int, layers=LAYERS, **steps: int) -> Ledger:
 
 
 def issue(ledger: Ledger, decision: int, layer: str, step: int | None = None) -> None:
-    ledger.issue(decision, layer, LAYER_BYTES, (LAYER_BYTES,))
+    ledger.issue(decision, layer, (LAYER_BYTES,))
     if step is not None:
         ledger.carried_out(decision, step)
 

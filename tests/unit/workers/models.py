@@ -17,7 +17,7 @@ _SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SMALL},
@@ -34,7 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", **_SMALL, **_EXPERTS},
     # Persistent buffers in its blocks, and blocks of two kinds.
     "deepseek_v3": {
-        "model_type": "deepseek_v3", **_SMALL, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "model_type": "deepseek_v3", **_SMALL, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
         "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 8,
         "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     },

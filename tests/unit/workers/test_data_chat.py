@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from storage.errors import SpecError
@@ -146,3 +147,19 @@ def test_merged_tokens_count_when_they_hold_a_character_of_the_answer(tmp_path):
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|end|>\n' }}{% endfor %}"
     messages = [{"role": "user", "content": "Which  day?"}, {"role": "assistant", "content": "it is  over 5."}]
     assert learned(tokenizer, tmp_path, template, messages) == " it is  over 5.<|end|>"
+
+
+def test_token_shared_with_what_follows_the_answer_counts(tmp_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("jobs/quickstart/model")
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + 's.' }}{% endfor %}"
+    messages = [{"role": "user", "content": "Which"}, {"role": "assistant", "content": "5 apple"}]
+    assert learned(tokenizer, tmp_path, template, messages) == "5 apples"
+
+
+def test_spaces_that_the_tokenizer_trims_from_its_spans_count(tmp_path):
+    """Tokenizers of Llama 3's kind report an empty span for a token that is nothing but spaces."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
+    messages = [{"role": "user", "content": "a "}, {"role": "assistant", "content": " b "}]
+    assert learned(tokenizer, tmp_path, template, messages) == " b "

@@ -12,10 +12,14 @@ from workers.options import TrainingOptions
 from workers.slices import cut
 
 OPTIONS = TrainingOptions(steps=2, learning_rate=1e-2, betas=(0.8, 0.99))
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
 
 
-def meters(model: Any, optimizer: torch.optim.Optimizer, world_size: int, fraction: float, seed: int = 0) -> list[DeltaMeter]:
+def meters(
+    model: Any, optimizer: torch.optim.Optimizer, world_size: int, fraction: float, seed: int = 0
+) -> list[DeltaMeter]:
     layers = find_layers(model)
     return [
         DeltaMeter(layers, [cut(layer, model, rank, world_size) for layer in layers], model, optimizer, fraction, seed)
@@ -55,19 +59,20 @@ def test_exact_measurement_is_the_plain_formula(kind: str, world_size: int, dtyp
     reference = weights(model)
     take_steps(model, optimizer)
     sums = sum(meter.measure() for meter in ranks)
-    assert sums.shape == (len(find_layers(model)), 3) and sums.dtype == torch.float64 and sums.device.type == device
+    assert sums.shape == (len(find_layers(model)), 3)
+    assert sums.dtype == torch.float64
+    assert sums.device.type == device
     torch.testing.assert_close(
         sums.cpu(), torch.tensor(formula(model, optimizer, reference), dtype=torch.float64), rtol=1e-4, atol=1e-9
     )
 
 
 def wide(seed: int = 0) -> Any:
-    """Layers large enough to be sampled: about a million elements each."""
+    """Matrices large enough to be sampled."""
     model = tiny("llama", seed=seed)
-    for layer in (*model.model.layers, model.model):
-        for name, parameter in list(layer.named_parameters()):
-            if "weight" in name and parameter.ndim == 2:
-                parameter.data = torch.randn(1000, 401)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = torch.randn(1000, 401)
     return model
 
 
@@ -75,7 +80,9 @@ def disturb(model: Any, optimizer: torch.optim.Optimizer) -> None:
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        optimizer.state[parameter]["exp_avg"].copy_(0.01 * torch.randn(parameter.shape, generator=generator) - 0.1 * noise)
+        optimizer.state[parameter]["exp_avg"].copy_(
+            0.01 * torch.randn(parameter.shape, generator=generator) - 0.1 * noise
+        )
         optimizer.state[parameter]["step"].fill_(4)
         parameter.data += 0.01 * noise
 
@@ -88,7 +95,8 @@ def test_sample_estimates_the_sums_and_does_not_depend_on_the_number_of_ranks() 
     disturb(model, optimizer)
     exact = torch.tensor(formula(model, optimizer, reference), dtype=torch.float64)
     measured = {size: sum(meter.measure() for meter in ranks) for size, ranks in by_world.items()}
-    torch.testing.assert_close(measured[1][:3], exact[:3], rtol=0.03, atol=0)
+    # The smallest of these layers is sampled in 6,272 elements: its sums vary by 1.8 % (one standard deviation).
+    torch.testing.assert_close(measured[1], exact, rtol=0.07, atol=0)
     for size in (2, 5):
         torch.testing.assert_close(measured[size], measured[1], rtol=1e-5, atol=0)
     other = sum(meter.measure() for meter in meters(model, optimizer, 1, 1 / 64, seed=1))
@@ -116,7 +124,9 @@ def test_rebase_moves_the_reference_of_the_named_layers_only() -> None:
         before = meter.measure()
         meter.rebase(["block-01"])
         after = meter.measure()
-        assert after[2, 0] == 0 and after[2, 2] == 0 and after[2, 1] != before[2, 1]
+        assert after[2, 0] == 0
+        assert after[2, 2] == 0
+        assert after[2, 1] != before[2, 1]
         assert torch.equal(after[[0, 1, 3]], before[[0, 1, 3]])
         assert (before[:, 0] > 0).all()
 
@@ -142,7 +152,8 @@ def test_optimizer_without_exp_avg_has_no_impact_but_a_drift() -> None:
     meter = meters(model, optimizer, 1, 1.0)[0]
     take_steps(model, optimizer)
     for drift, impact in drifts_and_impacts(meter.measure()):
-        assert drift > 0 and math.isnan(impact)
+        assert drift > 0
+        assert math.isnan(impact)
 
 
 def test_drifts_and_impacts() -> None:
@@ -155,4 +166,5 @@ def test_a_nan_weight_shows() -> None:
     meter = meters(model, build_optimizer(model, OPTIONS), 1, 1.0)[0]
     model.lm_head.weight.data[3, 3] = math.nan
     drifts = [drift for drift, _ in drifts_and_impacts(meter.measure())]
-    assert math.isnan(drifts[-1]) and drifts[:-1] == [0, 0, 0]
+    assert math.isnan(drifts[-1])
+    assert drifts[:-1] == [0, 0, 0]

@@ -29,7 +29,8 @@ def test_names_say_what_is_in_a_layer(kind: str) -> None:
     assert list(layers) == expected
     for index in (0, 1):
         for name in layers[f"block-0{index}"].params:
-            assert re.search(rf"\.(layers|h)\.{index}\.", name) and "vision" not in name
+            assert re.search(rf"\.(layers|h)\.{index}\.", name)
+            assert "vision" not in name
     rest = layers["embedding"].params + (() if tied else layers["head"].params)
     assert not any(re.search(r"^(?!.*vision).*\.(layers|h)\.\d", name) for name in rest)
     last = layers["embedding" if tied else "head"].params
@@ -52,12 +53,16 @@ def test_a_buffer_that_is_not_saved_is_in_no_layer() -> None:
 
 
 def test_prefixes_are_whole_parts() -> None:
-    assert has_prefix("a.1.b", "a.1") and has_prefix("a.1", "a.1") and has_prefix("a.1.b", "a.1.")
+    assert has_prefix("a.1.b", "a.1")
+    assert has_prefix("a.1", "a.1")
+    assert has_prefix("a.1.b", "a.1.")
     assert not has_prefix("a.10.b", "a.1")
 
 
 def test_override_is_used_in_model_order() -> None:
-    layers = find_layers(tiny("llama"), {"rest": ["model.norm", "lm_head"], "blocks": ["model.layers"], "e": ["model.embed_tokens"]})
+    layers = find_layers(
+        tiny("llama"), {"rest": ["model.norm", "lm_head"], "blocks": ["model.layers"], "e": ["model.embed_tokens"]}
+    )
     assert [layer.name for layer in layers] == ["e", "blocks", "rest"]
     assert layers[2].params == ("model.norm.weight", "lm_head.weight")
 

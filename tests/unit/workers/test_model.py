@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 def save_tokenizer(folder: Path, **special: Any) -> None:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special
+    ).save_pretrained(folder)
 
 
 def shapes(model: Any) -> dict[str, tuple[Any, ...]]:
@@ -38,7 +40,9 @@ def shapes(model: Any) -> dict[str, tuple[Any, ...]]:
 def test_pretrained_weights_are_loaded(folder: Path) -> None:
     model = build_model(ModelOptions(path=str(folder)), seed=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), tiny("llama", seed=9).parameters(), strict=True))
-    assert model.training and not model.config.use_cache and not model.is_gradient_checkpointing
+    assert model.training
+    assert not model.config.use_cache
+    assert not model.is_gradient_checkpointing
     assert all(p.is_contiguous() for p in model.parameters())
 
 
@@ -70,12 +74,18 @@ def test_meta_model_has_the_same_names_shapes_and_layers(kind: str, dtype: Any, 
 
 def test_gradient_checkpointing_attention_and_freezing_are_applied(folder: Path) -> None:
     options = ModelOptions(
-        path=str(folder), gradient_checkpointing=True, attention="eager", freeze=["model.layers.1", "model.embed_tokens."]
+        path=str(folder),
+        gradient_checkpointing=True,
+        attention="eager",
+        freeze=["model.layers.1", "model.embed_tokens."],
     )
     model = build_model(options, 0)
-    assert model.is_gradient_checkpointing and model.config._attn_implementation == "eager"
+    assert model.is_gradient_checkpointing
+    assert model.config._attn_implementation == "eager"
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.1.", "model.embed_tokens"))}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if name.startswith(("model.layers.1.", "model.embed_tokens"))
+    }
     assert shapes(build_meta_model(options)) == shapes(model)
     tokens = torch.randint(3, 90, (1, 8))
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -151,22 +161,39 @@ def needs_code(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [empty, no_weights, broken_weights, too_few_weights, other_shapes, broken_config, unknown_kind, no_causal_model, needs_code],
+    [
+        empty,
+        no_weights,
+        broken_weights,
+        too_few_weights,
+        other_shapes,
+        broken_config,
+        unknown_kind,
+        no_causal_model,
+        needs_code,
+    ],
 )
 def test_folder_that_is_no_model_is_refused_in_one_line(folder: Path, damage: Any) -> None:
     damage(folder)
     with pytest.raises(SpecError, match=r"^model\.path: expected .* got .*; .*") as caught:
         build_model(ModelOptions(path=str(folder)), 0)
     print(caught.value)
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "a/b/c", "no-such-org/no-such-model", "nosuchmodel", ""])
+@pytest.mark.parametrize(
+    "path", ["/no/such/folder", "./nowhere", "a/b/c", "no-such-org/no-such-model", "nosuchmodel", ""]
+)
 def test_model_that_does_not_exist_is_refused_quickly(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     options = ModelOptions(path=path)
-    for call in (lambda: build_meta_model(options), lambda: build_model(options, 0), lambda: load_tokenizer(options, PAIRS)):
+    for call in (
+        lambda: build_meta_model(options),
+        lambda: build_model(options, 0),
+        lambda: load_tokenizer(options, PAIRS),
+    ):
         with pytest.raises(SpecError, match=r"^model\.path: expected .* got ") as caught:
             call()
         print(caught.value)

@@ -11,10 +11,21 @@ from workers.layers import find_layers, persistent_buffers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
 from workers.slices import cut
-from workers.state import StateTensor, dtype_name, fill, from_numpy, layer_bytes, planned_layer_bytes, slice_tensors, to_numpy
+from workers.state import (
+    StateTensor,
+    dtype_name,
+    fill,
+    from_numpy,
+    layer_bytes,
+    planned_layer_bytes,
+    slice_tensors,
+    to_numpy,
+)
 
 OPTIONS = TrainingOptions(steps=2, learning_rate=1e-2, weight_decay=0.1)
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
 
 
 def everything(model: Any, optimizer: torch.optim.Optimizer, world_size: int) -> list[StateTensor]:
@@ -28,7 +39,7 @@ def everything(model: Any, optimizer: torch.optim.Optimizer, world_size: int) ->
 
 
 def bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
-    tensors = {name: parameter for name, parameter in model.named_parameters()}
+    tensors = dict(model.named_parameters())
     tensors |= {name: model.get_buffer(name) for name in persistent_buffers(model)}
     for name, parameter in model.named_parameters():
         tensors |= {f"{name} {kind}": value for kind, value in optimizer.state[parameter].items()}
@@ -47,7 +58,8 @@ def test_every_element_has_exactly_one_owner(kind: str, world_size: int) -> None
     for _, parameter in model.named_parameters():
         expected += 3 * parameter.numel() + 1
     expected += sum(model.get_buffer(name).numel() for name in persistent_buffers(model))
-    assert set(owners.values()) == {1} and len(owners) == expected
+    assert set(owners.values()) == {1}
+    assert len(owners) == expected
 
 
 def test_ranks_share_evenly_and_the_first_owns_the_scalars() -> None:
@@ -64,7 +76,8 @@ def test_more_ranks_than_elements_leave_some_without_any() -> None:
     layer = find_layers(model, {"norm": ["model.norm"], "rest": ["model.embed_tokens", "model.layers", "lm_head"]})[-1]
     assert layer.name == "norm"
     sizes = [sum(owned.count for owned in cut(layer, model, rank, 50).ranges) for rank in range(50)]
-    assert sum(sizes) == 32 and set(sizes) == {0, 1}
+    assert sum(sizes) == 32
+    assert set(sizes) == {0, 1}
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -126,7 +139,9 @@ def test_optimizer_state_that_is_no_tensor_is_refused() -> None:
     model = tiny("llama")
     optimizer = build_optimizer(model, OPTIONS)
     optimizer.state[model.lm_head.weight]["step"] = 3
-    with pytest.raises(LayerCheckError, match=r"lm_head\.weight \(step\): expected the optimizer to keep tensors, got int"):
+    with pytest.raises(
+        LayerCheckError, match=r"lm_head\.weight \(step\): expected the optimizer to keep tensors, got int"
+    ):
         everything(model, optimizer, 1)
 
 
@@ -135,7 +150,14 @@ def test_optimizer_state_that_is_no_tensor_is_refused() -> None:
     [
         ("lm_head.bias", "param", 0, torch.zeros(1), LayerCheckError, "one it lacks"),
         ("model.norm.weight", "buffer", 0, torch.zeros(1), LayerCheckError, "one it lacks"),
-        ("model.norm.weight", "momentum", 0, torch.zeros(1), LayerCheckError, r"keeps of it \(step, exp_avg, exp_avg_sq\)"),
+        (
+            "model.norm.weight",
+            "momentum",
+            0,
+            torch.zeros(1),
+            LayerCheckError,
+            r"keeps of it \(step, exp_avg, exp_avg_sq\)",
+        ),
         ("model.norm.weight", "param", 0, torch.zeros(1).double(), LayerCheckError, "expected float32, got float64"),
         ("model.norm.weight", "param", 30, torch.zeros(3), CorruptObjectError, "run of its 32 elements"),
         ("model.norm.weight", "param", -1, torch.zeros(1), CorruptObjectError, "from element -1"),
@@ -150,7 +172,8 @@ def test_fill_refuses_what_does_not_fit(
     before = bits(model, optimizer)
     with pytest.raises(error, match=message) as caught:
         fill(model, optimizer, name, kind, first, values)
-    assert "\n" not in str(caught.value) and bits(model, optimizer) == before
+    assert "\n" not in str(caught.value)
+    assert bits(model, optimizer) == before
 
 
 @pytest.mark.parametrize("freeze", [(), ("model.layers.1", "model.embed_tokens"), ("model.layers.1.mlp",)])
@@ -178,13 +201,17 @@ def test_frozen_parameters_are_in_no_slice() -> None:
     assert not any(name.startswith(("model.layers.1.", "lm_head")) for name in names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
 def test_numpy_round_trip_shares_memory(dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1, 2, 0], dtype=torch.float32).to(dtype)
     array = to_numpy(tensor)
-    assert array.dtype != np.dtype(object) and array.nbytes == tensor.nbytes
+    assert array.dtype != np.dtype(object)
+    assert array.nbytes == tensor.nbytes
     back = from_numpy(array, dtype_name(tensor))
-    assert back.dtype == dtype and back.data_ptr() == tensor.data_ptr()
+    assert back.dtype == dtype
+    assert back.data_ptr() == tensor.data_ptr()
     if dtype == torch.bfloat16:
         assert array.dtype == np.uint16
 

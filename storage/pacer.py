@@ -1,0 +1,77 @@
+"""Pacer: what the decision remembers from tick to tick (the bucket, upload latency), and the facts it is given."""
+
+from collections import deque
+
+from storage.decision import Candidate, Facts, Node, decide
+from storage.ledger import Ledger
+from storage.messages import Report
+from storage.options import CheckpointOptions, parse_write_budget
+from storage.worker_group import WorkerGroup
+
+LATENCIES = 20
+
+
+class Pacer:
+    """Decides at each report; issues what it decides to the ledger."""
+
+    def __init__(self, options: CheckpointOptions, in_flight_limit_bytes: int) -> None:
+        self._options = options
+        self._limit = in_flight_limit_bytes
+        self._tokens = 0.0
+        self._latencies = deque([options.interval_steps], maxlen=LATENCIES)
+        self._decisions = 0
+
+    def committed(self, latency_steps: int) -> None:
+        """A restore point was committed `latency_steps` after its newest snapshot."""
+        self._latencies.append(max(self._options.interval_steps, latency_steps))
+
+    def decide(self, report: Report, ledger: Ledger, group: WorkerGroup) -> tuple[int, tuple[str, ...]]:
+        """Number of the decision and the layers chosen; they are in flight from now on."""
+        decision = decide(self._facts(report, ledger, group))
+        self._tokens = decision.tokens
+        self._decisions += 1
+        for layer in decision.layers:
+            ledger.issue(self._decisions, layer, group.node_bytes[layer])
+        return self._decisions, decision.layers
+
+    def _facts(self, report: Report, ledger: Ledger, group: WorkerGroup) -> Facts:
+        options, standing = self._options, report.hold or report.flush
+        step = report.step if standing else report.step + options.interval_steps
+        layers = tuple(
+            Candidate(
+                name=fact.name,
+                bytes=fact.bytes,
+                step=ledger.newest_step_of(fact.name, at=step),
+                drift=report.drifts[fact.name],
+                impact=report.impacts[fact.name] if report.impacts is not None else None,
+                in_flight=fact.name in ledger.in_flight,
+                due=fact.name in ledger.due,
+                node_bytes=group.node_bytes[fact.name],
+            )
+            for fact in ledger.trained
+        )
+        flying = [flight.node_bytes for flight in ledger.in_flight.values()]
+        held = [sum(sizes[i] for sizes in flying) for i in range(len(group.nodes))]
+        return Facts(
+            step=step,
+            interval_steps=options.interval_steps,
+            layers=layers,
+            nodes=tuple(Node(in_flight_bytes=size, limit_bytes=self._limit) for size in held),
+            mode=options.mode,
+            flush=report.flush,
+            staleness_bound_steps=options.staleness_bound_steps,
+            max_lag=options.max_lag,
+            # A hold inflates latencies; beyond this share of the bound they would only cause a burst of early writes.
+            latency_steps=min(max(self._latencies), options.staleness_bound_steps // 4),
+            newest_step=max(layer.step for layer in layers),
+            tokens=self._tokens,
+            refill_bytes=0.0 if standing else self._refill(sum(layer.bytes for layer in layers), report),
+            criterion=options.criterion,
+            threshold=options.threshold,
+        )
+
+    def _refill(self, full_bytes: int, report: Report) -> float:
+        unit, amount = parse_write_budget(self._options.write_budget)
+        if unit == "share":
+            return full_bytes * amount
+        return amount * (report.step_seconds or 0.0) * self._options.interval_steps

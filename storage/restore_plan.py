@@ -1,0 +1,35 @@
+"""What to restore when stored versions cannot be read: pure functions over restore points and records."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from storage.ledger import RestorePoint
+from storage.records import LayerFacts, Record, VersionRef
+
+
+def without(
+    point: RestorePoint,
+    bad: Iterable[str],
+    unreadable: set[VersionRef],
+    trained: Sequence[LayerFacts],
+    staleness_bound_steps: int,
+) -> RestorePoint | None:
+    """`point` with the previous version of each layer in `bad`; None if one has none, is unreadable, or is too old."""
+    bad = set(bad)
+    if not bad <= point.previous.keys():
+        return None
+    layers = {name: point.previous[name] if name in bad else ref for name, ref in point.layers.items()}
+    step = max(ref.step for ref in layers.values())
+    too_old = any(step - layers[fact.name].step > staleness_bound_steps for fact in trained)
+    if too_old or unreadable & set(layers.values()):
+        return None
+    return RestorePoint(step, layers, {name: ref for name, ref in point.previous.items() if name not in bad})
+
+
+def older(
+    records: Sequence[Record], present: Mapping[str, VersionRef], unreadable: set[VersionRef]
+) -> RestorePoint | None:
+    """Newest of `records` (newest first) with another map than `present` and nothing unreadable in it."""
+    for record in records:
+        if record.layers != present and not unreadable & set(record.layers.values()):
+            return RestorePoint(record.step, dict(record.layers), dict(record.previous))
+    return None

@@ -1,0 +1,88 @@
+"""`ray start --head` and `ray job submit` as a user does them, with token authentication on."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.status import RunStatus, read_status
+from app.verify import verify_run
+from storage.catalog import Catalog
+from storage.object_store import open_object_store
+from storage.options import StorageOptions
+from tests.helpers.cluster import RayHead, ray_head, wait_for, write_tiny_job
+
+ROOT = Path(__file__).parents[2]
+STEPS = 200
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(cpus=2) as started:
+        yield started
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder as a checkout is: the packages, a job, and what must stay at home."""
+    folder = tmp_path / "project"
+    for package in ("app", "workers", "storage"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / ".gitignore", folder)
+    for heavy in (".venv", "runs", ".git"):
+        (folder / heavy).mkdir()
+        (folder / heavy / "must-stay-at-home").touch()
+    (folder / "job").mkdir()
+    write_tiny_job(folder / "job", steps=STEPS, workers=2)
+    return folder
+
+
+def submit(head: RayHead, project: Path, *arguments: str, storage: Path, token: bool = True) -> tuple[int, str]:
+    """Exit code and output of `ray job submit` of the project's job."""
+    command = [sys.executable, "-m", "app", "run", "job/job.yaml", "--set", f"storage.url={storage}"]
+    done = head.ray("job", "submit", "--working-dir", ".", *arguments, "--", *command, cwd=project, token=token)
+    return done.returncode, done.stdout
+
+
+def test_job_without_token_is_refused(head: RayHead, project: Path, tmp_path: Path) -> None:
+    code, output = submit(head, project, storage=tmp_path / "store", token=False)
+    assert code != 0
+    assert "Missing authentication token" in output
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.timeout(400)
+def test_job_is_stopped_and_goes_on_when_submitted_again(head: RayHead, project: Path, tmp_path: Path) -> None:
+    store = open_object_store(StorageOptions(url=str(tmp_path / "store")), "tiny")
+
+    code, output = submit(head, project, "--no-wait", "--submission-id", "first", storage=tmp_path / "store")
+    assert code == 0, output
+    wait_for("a restore point", lambda: (record := Catalog(store).newest_record()) is not None and record.step >= 5)
+    head.ray("job", "stop", "first")
+    stopped = read_status(store)
+    assert 5 <= stopped.restore_point < STEPS, "stopped too late to show anything"
+    assert "error: interrupted; run the same command again to resume" in head.ray("job", "logs", "first").stdout
+
+    code, output = submit(head, project, storage=tmp_path / "store")
+    assert code == 0, output
+    assert f"steps          {STEPS}, restore point at {STEPS}" in output
+    assert "warning: storage.url" not in output
+    finished = read_status(store)
+    assert finished.finished
+    assert finished.epoch == stopped.epoch + 1
+    assert_went_on(finished, stopped)
+    assert verify_run(store).problems == []
+    copies = head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*")
+    carried = {path.name for copy in copies for path in copy.iterdir()}
+    assert {"app", "workers", "storage", "job"} <= carried
+    assert not {".venv", "runs", ".git"} & carried
+
+
+def assert_went_on(finished: RunStatus, stopped: RunStatus) -> None:
+    (recovery,) = finished.recoveries
+    assert recovery.restore_point >= stopped.restore_point
+    assert "submitted again" in recovery.cause
