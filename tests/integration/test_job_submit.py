@@ -1,6 +1,5 @@
 """`ray start --head` and `ray job submit` as a user does them, with token authentication on."""
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,8 @@ from app.verify import verify_run
 from storage.catalog import Catalog
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
-from tests.helpers.cluster import RayHead, ray_head, wait_for, write_tiny_job
+from tests.helpers.cluster import RayHead, ray_head, tiny_project, wait_for
 
-ROOT = Path(__file__).parents[2]
 STEPS = 200
 
 pytestmark = pytest.mark.slow
@@ -28,16 +26,11 @@ def head() -> Iterator[RayHead]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder as a checkout is: the packages, a job, and what must stay at home."""
-    folder = tmp_path / "project"
-    for package in ("app", "workers", "storage"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / ".gitignore", folder)
+    """A checkout with what must stay at home."""
+    folder = tiny_project(tmp_path / "project", steps=STEPS, workers=2)
     for heavy in (".venv", "runs", ".git"):
         (folder / heavy).mkdir()
         (folder / heavy / "must-stay-at-home").touch()
-    (folder / "job").mkdir()
-    write_tiny_job(folder / "job", steps=STEPS, workers=2)
     return folder
 
 
