@@ -101,6 +101,7 @@ def ray_head(cpus: int) -> Iterator[RayHead]:
         "temp-dir": temp_dir,
     }
     settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    settings |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # Ray's own 3 s are short on a loaded machine
     with (temp_dir / "head.log").open("w") as log:
         process = subprocess.Popen(
             [str(RAY), "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())],
@@ -131,13 +132,12 @@ def _answers(process: subprocess.Popen[bytes], head: RayHead) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the head's process group at once (on SIGTERM it drains for 30 s), and what its raylet has started."""
-    descendants = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    with_group = os.getpgid(process.pid) if process.poll() is None else None
-    if with_group is not None:
-        os.killpg(with_group, signal.SIGKILL)
-    process.wait()
-    for left in psutil.wait_procs(descendants, timeout=10)[1]:
-        left.kill()
+    if process.poll() is None:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)  # the group is the session that the process was started in
+        process.wait()
+        for left in psutil.wait_procs(descendants, timeout=10)[1]:
+            left.kill()
 
 
 def free_ports(count: int) -> list[int]:
