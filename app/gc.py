@@ -28,7 +28,10 @@ def collect(store: ObjectStore, *, dry_run: bool) -> Collected:
     """
     claim, catalog = existing_run(store), Catalog(store)
     if not dry_run and is_alive(store, claim):
-        raise RunLiveError(f"{store.url}: epoch {claim.epoch} of this run is alive and cleans up behind itself; wait until it ends")
+        raise RunLiveError(
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}) and cleans "
+            "up behind itself; wait until it ends, or stop it"
+        )
     listed = store.list("")
     found = catalog.restorable()
     if found.problems:
