@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine, ended by the ids of the processes that were started, and a tiny job to run there."""
+"""Real Ray clusters on this machine, ended by the ids of the processes started, and a tiny job to run there."""
 
 import os
 import secrets
