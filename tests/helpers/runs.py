@@ -128,7 +128,7 @@ def wait_until(
     while not condition():
         assert future is None or not future.done(), f"the run was over before {what}: {future.result()}"
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def wait_for_step(store: ObjectStore, step: int, future: Future[RunOutcome]) -> None:
