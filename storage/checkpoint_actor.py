@@ -361,13 +361,13 @@ class CheckpointActor:
             return Reply(verdict=self._verdict)
         if report.attempt != self._attempt:
             return Reply(verdict=_stale_attempt(report.attempt, self._attempt))
+        self._journal.report(report)  # even without the group's facts: nobody tells it twice
         if self._group is None:
             if report.attempt_facts is None:
                 return Reply(restore_point=self._ledger.committed.step, needs_attempt_facts=True)
             self._group = WorkerGroup.of(report.attempt_facts)
             self._writers.follow(self._group.nodes)
         self._state = "holding for storage" if report.hold else "flushing" if report.flush else "training"
-        self._journal.report(report)
         if report.carried_out is not None and report.carried_out.epoch == self._epoch:
             self._ledger.carried_out(report.carried_out.decision, report.carried_out_step)
         # Rank 0 carries an order out, and says so, in the very report after the reply that held it.

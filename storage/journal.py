@@ -38,16 +38,16 @@ class Journal:
         if report.hold:
             self.totals = _plus(self.totals, held_seconds=now - self._last_report_at)
         self._last_report_at = now
-        if not (report.hold or report.flush):
-            self.totals = _plus(self.totals, ticks=1)
-            _window(self._tokens, now, report.tokens)
+        self.totals = _plus(self.totals, ticks=report.ticks)
+        _window(self._tokens, now, report.tokens)
         if report.tick_seconds is not None:
             self._tick_seconds.append(report.tick_seconds)
         if report.step_seconds is not None:
             self._step_seconds.append(report.step_seconds)
         evals = self.progress.eval_losses
-        if report.eval_loss is not None:
-            evals = (*(pair for pair in evals if pair[0] < report.step), (report.step, report.eval_loss))
+        if report.eval_losses:
+            redone = report.eval_losses[0][0]
+            evals = (*(pair for pair in evals if pair[0] < redone), *report.eval_losses)
         loss = report.loss if report.loss is not None else self.progress.loss
         self.progress = self.progress.model_copy(update={"step": report.step, "loss": loss, "eval_losses": evals})
 

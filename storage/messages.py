@@ -71,9 +71,12 @@ class Report:
     flush: bool = False
     """Training is over: persist every layer at `step`."""
     loss: float | None = None
+    ticks: int = 0
+    """Ticks since the last report: more than one when the answer to it took that long."""
     tokens: int = 0
     """Tokens trained on since the last report."""
-    eval_loss: float | None = None
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    """(step, loss) of the evaluations since the last report."""
     tick_seconds: float | None = None
     step_seconds: float | None = None
     attempt_facts: AttemptFacts | None = None

@@ -55,6 +55,26 @@ class StepStats:
     eval_loss: float | None = None
 
 
+@dataclass
+class _Untold:
+    """What rank 0 has to tell the CheckpointActor: it gathers while the report before is not answered."""
+
+    ticks: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    step_seconds: float | None = None
+    failed_hand_overs: frozenset[str] = frozenset()
+
+    def add(self, step: int, stats: StepStats, loss: float | None, tokens: int) -> None:
+        """A tick of training has happened, with these sums over all ranks."""
+        self.ticks += 1
+        self.tokens += tokens
+        self.loss, self.step_seconds = loss, stats.seconds
+        if stats.eval_loss is not None:
+            self.eval_losses = (*self.eval_losses, (step, stats.eval_loss))
+
+
 class Checkpointer:
     """Measures, hands over and restores one rank's slices."""
 
@@ -98,6 +118,7 @@ class Checkpointer:
         self._hand_overs: deque[tuple[str, Any]] = deque()
         self._needs_attempt_facts = self._settled = False
         self._tokens = 0
+        self._untold = _Untold()
         self._tick_seconds: float | None = None
 
     # --- restore
@@ -197,6 +218,9 @@ class Checkpointer:
         self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False
     ) -> None:
         sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
+        if stats is not None:
+            self._untold.add(step, stats, loss_sum / label_tokens if label_tokens else None, tokens)
+        self._untold.failed_hand_overs |= failed
         reply = self._receive(wait_s)
         if reply is not None:
             self._restore_point, self._settled = reply.restore_point, reply.whole_at == step
@@ -208,27 +232,29 @@ class Checkpointer:
             names = [layer.name for layer in self._trained]
             impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
             assert self._attempt_facts is not None
+            untold, self._untold = self._untold, _Untold()
             report = Report(
                 attempt=self._attempt,
                 step=step,
                 drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
                 impacts=impacts if len(impacts) == len(names) else None,
-                failed_hand_overs=tuple(name for name, count in zip(names, failed, strict=True) if count),
+                failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
                 carried_out=self._carried[0] if self._carried else None,
                 carried_out_step=self._carried[1] if self._carried else 0,
                 hold=hold,
                 flush=flush,
-                loss=loss_sum / label_tokens if label_tokens else None,
-                tokens=tokens,
-                eval_loss=stats.eval_loss if stats else None,
+                loss=untold.loss,
+                ticks=untold.ticks,
+                tokens=untold.tokens,
+                eval_losses=untold.eval_losses,
                 tick_seconds=self._tick_seconds,
-                step_seconds=stats.seconds if stats else None,
+                step_seconds=untold.step_seconds,
                 attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
             )
             self._carried = self._tick_seconds = None
             self._pending = self._actor.report.remote(report)
 
-    def _reduce(self, stats: StepStats | None) -> tuple[Tensor, list[float], float, float, int]:
+    def _reduce(self, stats: StepStats | None) -> tuple[Tensor, frozenset[str], float, float, int]:
         """Sum over all ranks, in one small all-reduce: delta sums, failed hand-overs, loss and tokens."""
         sums = self._meter.measure().cpu()
         failed = self._failed_hand_overs()
@@ -240,7 +266,9 @@ class Checkpointer:
         loss_sum, label_tokens, tokens = vector[-3:].tolist()
         if stats:
             self._tokens = 0
-        return vector[: 3 * count].view(count, 3), vector[3 * count : -3].tolist(), loss_sum, label_tokens, int(tokens)
+        counts = zip(self._trained, vector[3 * count : -3].tolist(), strict=True)
+        anywhere = frozenset(layer.name for layer, number in counts if number)
+        return vector[: 3 * count].view(count, 3), anywhere, loss_sum, label_tokens, int(tokens)
 
     def _receive(self, wait_s: float) -> Reply | None:
         """The actor's answer to the last report, if it is there; the same on all ranks."""

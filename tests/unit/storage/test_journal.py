@@ -24,26 +24,29 @@ def test_it_goes_on_from_a_record() -> None:
         recoveries=(recovery(),),
     )
     journal = Journal(newest)
-    journal.report(report(5, loss=1.0, tokens=10))
+    journal.report(report(5, loss=1.0, tokens=10, ticks=1))
     journal.wrote(30)
     assert (journal.totals.ticks, journal.totals.bytes_written, journal.totals.attempts) == (4, 100, 2)
     assert (journal.progress.step, journal.progress.loss, journal.progress.eval_losses) == (5, 1.0, ((2, 9.0),))
     assert len(journal.recoveries) == 1
 
 
-@pytest.mark.parametrize(("standing", "ticks"), [({}, 1), ({"hold": True}, 0), ({"flush": True}, 0)])
-def test_only_steps_of_training_are_ticks(standing, ticks) -> None:
+def test_ticks_that_fell_between_two_reports_are_told_by_the_second() -> None:
+    """The actor was slow to answer: nothing of what happened meanwhile may be lost."""
     journal = Journal(None)
-    journal.report(report(1, **standing))
-    assert journal.totals.ticks == ticks
+    journal.report(report(1, ticks=1, eval_losses=((1, 4.0),)))
+    journal.report(report(4, ticks=3, tokens=30, eval_losses=((2, 3.0), (4, 2.0))))
+    journal.report(report(4, hold=True))
+    assert journal.totals.ticks == 4
+    assert journal.progress.eval_losses == ((1, 4.0), (2, 3.0), (4, 2.0))
 
 
 def test_steps_redone_replace_their_held_out_losses() -> None:
     journal = Journal(None)
     for step, loss in ((2, 3.0), (4, 2.0), (4, 2.5)):
-        journal.report(report(step, eval_loss=loss))
+        journal.report(report(step, eval_losses=((step, loss),)))
     assert journal.progress.eval_losses == ((2, 3.0), (4, 2.5))
-    journal.report(report(2, eval_loss=3.1))  # after a recovery from before step 2
+    journal.report(report(2, eval_losses=((2, 3.1),)))  # after a recovery from before step 2
     assert journal.progress.eval_losses == ((2, 3.1),)
 
 
