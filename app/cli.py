@@ -155,7 +155,8 @@ def _run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     found = verify_run(_store(args))
     points = ", ".join(str(step) for step in found.restore_points)
-    text = f"restore points {points}: {found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)} read and checked"
+    read = f"{found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)}"
+    text = f"restore points {points}: read and checked {read}"
     _show(args, found.as_dict(), "\n".join([text, *(f"broken: {problem}" for problem in found.problems)]))
     return 1 if found.problems else 0
 

@@ -185,7 +185,9 @@ class _TellCause(ray.train.UserCallback):
 
 def describe_failures(failures: dict[int, Exception]) -> str:
     """One line for the summary: which ranks failed of what; a rank that died first takes others with it."""
-    deaths = {rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)}
+    deaths = {
+        rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)
+    }
     told = deaths or failures
     lines = [str(error).strip().splitlines()[-1][:160] for error in told.values()]
     what = "worker process died" if deaths else lines[0]
@@ -218,7 +220,10 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
             raise KeyboardInterrupt(signal.SIGINT) from stop
         except ray.train.TrainingFailedError as error:
             last = str(error).strip().splitlines()[-1]
-            return Verdict(kind="TrainingFailedError", message=f"the workers failed more often than failures.max_failures allows: {last}")
+            return Verdict(
+                kind="TrainingFailedError",
+                message=f"the workers failed more often than failures.max_failures allows: {last}",
+            )
     return verdict
 
 

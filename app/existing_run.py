@@ -17,7 +17,8 @@ def existing_run(store: ObjectStore) -> EpochClaim:
     claim = Catalog(store).newest_claim()
     if claim is None:
         raise SpecError(
-            f"RUN: expected the storage URL of a run, such as runs/quickstart, got {store.url}, which holds none; correct it"
+            f"RUN: expected the storage URL of a run, such as runs/quickstart, got {store.url}, which holds none"
+            "; correct it"
         )
     return claim
 

@@ -35,7 +35,10 @@ def export_run(store: ObjectStore, folder: Path) -> int:
     model = build_model(options, int(claim.spec["training"]["seed"]))
     digest = base_digest(model, find_layers(model, options.layers))
     if digest != record.base.digest:
-        raise SpecError(f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), got {digest}")
+        raise SpecError(
+            f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), "
+            f"got {digest}; restore them"
+        )
     _fill(model, catalog, record)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
@@ -53,7 +56,8 @@ def check_export_folder(field: str, folder: Path) -> None:
     """Raise `SpecError`, naming `field`, unless `folder` is absent or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError(
-            f"{field}: expected an absent or empty folder, got {folder}, which holds something; name another, or remove it"
+            f"{field}: expected an absent or empty folder, got {folder}, which holds something; "
+            "name another, or remove it"
         )
 
 

@@ -29,8 +29,8 @@ def collect(store: ObjectStore, *, dry_run: bool) -> Collected:
     claim, catalog = existing_run(store), Catalog(store)
     if not dry_run and is_alive(store, claim):
         raise RunLiveError(
-            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}) and cleans "
-            "up behind itself; wait until it ends, or stop it"
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}) "
+            "and cleans up behind itself; wait until it ends, or stop it"
         )
     listed = store.list("")
     found = catalog.restorable()
@@ -38,7 +38,9 @@ def collect(store: ObjectStore, *, dry_run: bool) -> Collected:
         raise SpecError(f"RUN: {store.url}: {'; '.join(found.problems)}; nothing is deleted on this basis")
     if not found.records:
         raise no_restore_point(store)
-    doomed = set(unnamed([info.key for info in listed], found.records, int(claim.spec["checkpoint"]["keep_restore_points"])))
+    doomed = set(
+        unnamed([info.key for info in listed], found.records, int(claim.spec["checkpoint"]["keep_restore_points"]))
+    )
     catalog.check_fence(claim.epoch)
     if not dry_run:
         store.delete(sorted(doomed))

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM (`ray job stop` sends it) as one exception, whatever handlers libraries install."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,11 +11,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Make both signals raise `KeyboardInterrupt(signal)` in the block; for the main thread only.
+    """Make both signals raise `KeyboardInterrupt(signal)` in the block. Other threads than the main one receive none.
 
     Entered again behind a call that installs handlers of its own: seen, `ray.init` turns SIGTERM into `SystemExit(15)`,
     and Ray Train's `fit` turns Ctrl-C into an exit code of 1 without a word.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     received: list[signal.Signals] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:

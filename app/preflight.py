@@ -98,7 +98,9 @@ def prepare(spec: JobSpec) -> Prepared:
         check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)
     data = load_data(spec.data, tokenizer, spec.storage.s3)
-    return Prepared(data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes)
+    return Prepared(
+        data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes
+    )
 
 
 def check_store(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> None:
@@ -139,8 +141,9 @@ def check_budget(options: CheckpointOptions) -> None:
     smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps)
     if options.mode == "adaptive" and unit == "share" and share < smallest:
         raise SpecError(
-            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer within "
-            f"staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, or the bound"
+            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer "
+            f"within staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, "
+            "or the bound"
         )
 
 
@@ -148,6 +151,7 @@ def check_in_flight(mode: str, full_bytes: int, limit_bytes: int) -> None:
     """Refuse a limit on bytes in flight that a full checkpoint would break."""
     if mode == "full" and full_bytes > limit_bytes:
         raise SpecError(
-            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} (half of Ray's "
-            "object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger object store"
+            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} "
+            "(half of Ray's object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger "
+            "object store"
         )

@@ -39,6 +39,7 @@ class RunStatus(Stored):
     step_seconds_median: float | None
     tick_seconds_median: float | None
     tick_seconds_p99: float | None
+    held_seconds: float
 
 
 def status_of(run_url: str, record: Record) -> RunStatus:
@@ -76,6 +77,7 @@ def status_of(run_url: str, record: Record) -> RunStatus:
         step_seconds_median=progress.step_seconds_median,
         tick_seconds_median=progress.tick_seconds_median,
         tick_seconds_p99=progress.tick_seconds_p99,
+        held_seconds=totals.held_seconds,
     )
 
 

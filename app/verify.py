@@ -42,7 +42,9 @@ def verify_run(store: ObjectStore) -> Verification:
     result = Verification(run=store.url, problems=list(found.problems))
     checked: dict[VersionRef, str | None] = {}
     for record in found.records:
-        problems = [problem for ref in sorted(record.named(), key=str) if (problem := _check(catalog, ref, checked, result))]
+        problems = [
+            problem for ref in sorted(record.named(), key=str) if (problem := _check(catalog, ref, checked, result))
+        ]
         if problems and _is_gone(store, record):
             continue  # retention has un-named it since it was read
         result.restore_points.append(record.step)
@@ -50,7 +52,9 @@ def verify_run(store: ObjectStore) -> Verification:
     return result
 
 
-def _check(catalog: Catalog, ref: VersionRef, checked: dict[VersionRef, str | None], result: Verification) -> str | None:
+def _check(
+    catalog: Catalog, ref: VersionRef, checked: dict[VersionRef, str | None], result: Verification
+) -> str | None:
     if ref not in checked:
         checked[ref] = None
         result.versions += 1

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -93,13 +92,15 @@ def deviation_percent(alone: dict[str, Any], killed: dict[str, Any]) -> dict[int
 def report(args: argparse.Namespace, alone: dict[str, Any], killed: dict[str, Any]) -> None:
     """Print the comparison and write the record."""
     deviations = deviation_percent(alone, killed)
-    share = {run: 100 * status["tick_seconds_median"] / status["step_seconds_median"] for run, status in pairs(alone, killed)}
+    runs = {"alone": alone, "killed": killed}
+    share = {name: 100 * run["tick_seconds_median"] / run["step_seconds_median"] for name, run in runs.items()}
     for step, percent in deviations.items():
         print(f"held-out loss at step {step}: alone {dict(alone['eval_losses'])[step]:.4f}, deviation {percent:+.3f} %")
-    for run_name, status in pairs(alone, killed):
+    for name, status in runs.items():
+        tick_ms, worst_ms = 1000 * status["tick_seconds_median"], 1000 * status["tick_seconds_p99"]
         print(
-            f"{run_name}: {status['reduction']:.1f}x fewer bytes, tick {1000 * status['tick_seconds_median']:.1f} ms median, "
-            f"{1000 * status['tick_seconds_p99']:.1f} ms p99, {share[run_name]:.2f} % of a step, {status['wall_seconds']:.0f} s"
+            f"{name}: {status['reduction']:.1f}x fewer bytes; tick {tick_ms:.1f} ms median, {worst_ms:.1f} ms p99, "
+            f"{share[name]:.2f} % of a step; {status['wall_seconds']:.0f} s in all"
         )
     for recovery in killed["recoveries"]:
         print(f"recovery: {json.dumps(recovery)}")
@@ -112,11 +113,6 @@ def report(args: argparse.Namespace, alone: dict[str, Any], killed: dict[str, An
         "killed": killed,
     }
     print(f"record: {write_record('main-job', values)}")
-
-
-def pairs(alone: dict[str, Any], killed: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Both runs with their names."""
-    return [("alone", alone), ("killed", killed)]
 
 
 if __name__ == "__main__":

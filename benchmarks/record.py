@@ -42,7 +42,11 @@ def _git(*arguments: str) -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    cpus = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     memory_kb = int(Path("/proc/meminfo").read_text().split()[1])
     return {
         "cpu": cpus[0] if cpus else platform.processor(),

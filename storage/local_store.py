@@ -142,7 +142,7 @@ class LocalStore:
         _sync(path.parent)
 
     def _in_folder(self, path: Path, action: Callable[[], None]) -> None:
-        """Run `action`, which puts `path` into its folder, making the folder as often as a concurrent delete prunes it."""
+        """Run `action`, which puts `path` into its folder, making the folder whenever a concurrent delete prunes it."""
         for _ in range(_PRUNE_RACES):
             try:
                 self._make_folder(path.parent)

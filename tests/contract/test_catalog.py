@@ -79,7 +79,9 @@ def test_a_claim_whose_reply_was_lost_is_ours(store: ObjectStore) -> None:
 
 def test_a_claim_that_another_won_meanwhile_is_not_ours(store: ObjectStore) -> None:
     winner = claim(driver="other", nonce="other").model_copy(update={"epoch": 1})
-    with pytest.raises(FencedError, match=r"epoch 1 of this run was claimed at 2026\S+ by another driver \(pid 1 on h\)"):
+    with pytest.raises(
+        FencedError, match=r"epoch 1 of this run was claimed at 2026\S+ by another driver \(pid 1 on h\)"
+    ):
         Catalog(LostReply(store, winner.to_bytes())).claim(claim())
 
 
@@ -136,16 +138,34 @@ def test_newest_is_the_highest_epoch_then_seq(catalog: Catalog) -> None:
         catalog.claim(claim(nonce=str(epoch)))
         for seq in (0, 9, 10):
             if epoch < 3 or seq == 0:
-                catalog.store.create(keys.record(epoch, seq), record({"a": ref("a", 1)}, epoch=epoch, seq=seq).to_bytes())
+                catalog.store.create(
+                    keys.record(epoch, seq), record({"a": ref("a", 1)}, epoch=epoch, seq=seq).to_bytes()
+                )
     found = catalog.restorable()
-    assert [(point.epoch, point.seq) for point in found.records] == [(3, 0), (2, 10), (2, 9), (2, 0), (1, 10), (1, 9), (1, 0)]
+    assert [(point.epoch, point.seq) for point in found.records] == [
+        (3, 0),
+        (2, 10),
+        (2, 9),
+        (2, 0),
+        (1, 10),
+        (1, 9),
+        (1, 0),
+    ]
     assert found.problems == []
     assert catalog.newest_record() == found.records[0]
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b'{"epoch": 1}', b"\x80\x04K\x01.", record({"a": ref("a", 1)}).to_bytes()[:-9], b'{"format_version": 2}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"epoch": 1}',
+        b"\x80\x04K\x01.",
+        record({"a": ref("a", 1)}).to_bytes()[:-9],
+        b'{"format_version": 2}',
+    ],
 )
 def test_a_corrupt_newest_record_is_skipped_and_reported(catalog: Catalog, data: bytes) -> None:
     catalog.claim(claim())

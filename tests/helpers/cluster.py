@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine, ended by the ids of the processes that were started, and a tiny job to run there."""
+"""Real Ray clusters on this machine, ended by the ids of the processes started, and a tiny job to run there."""
 
 import os
 import secrets
@@ -20,26 +20,29 @@ import psutil
 
 from tests.helpers.tiny import write_tiny_chat, write_tiny_model
 
+ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 START_S = 170.0
 
 
-def write_tiny_job(folder: Path, *, steps: int, workers: int) -> Path:
-    """Write model, data and spec of a job below `folder`; returns the spec. Paths in it start at `folder.parent`."""
-    write_tiny_model(folder / "model")
-    write_tiny_chat(folder / "chat.jsonl")
-    spec = folder / "job.yaml"
-    spec.write_text(
+def tiny_project(folder: Path, *, steps: int, workers: int) -> Path:
+    """A folder as a checkout is: the packages, and a tiny job at job/job.yaml; returns `folder`."""
+    for package in ("app", "workers", "storage"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / ".gitignore", folder)
+    write_tiny_model(folder / "job" / "model")
+    write_tiny_chat(folder / "job" / "chat.jsonl")
+    (folder / "job" / "job.yaml").write_text(
         f"""\
 name: tiny
-model: {{path: {folder.name}/model, weights: random}}
-data: {{path: {folder.name}/chat.jsonl, messages_column: messages, max_length: 64}}
+model: {{path: job/model, weights: random}}
+data: {{path: job/chat.jsonl, messages_column: messages, max_length: 64}}
 training: {{steps: {steps}, global_batch: {workers}, micro_batch: 1, precision: float32}}
 scaling: {{workers: {workers}}}
 checkpoint: {{write_budget: "1/4", max_lag: 4, staleness_bound_steps: 12}}
 """
     )
-    return spec
+    return folder
 
 
 def wait_for(what: str, condition: Callable[[], bool], seconds: float = START_S) -> None:
@@ -98,6 +101,7 @@ def ray_head(cpus: int) -> Iterator[RayHead]:
         "temp-dir": temp_dir,
     }
     settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    settings |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # Ray's own 3 s are short on a loaded machine
     with (temp_dir / "head.log").open("w") as log:
         process = subprocess.Popen(
             [str(RAY), "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())],
@@ -128,13 +132,12 @@ def _answers(process: subprocess.Popen[bytes], head: RayHead) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the head's process group at once (on SIGTERM it drains for 30 s), and what its raylet has started."""
-    descendants = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    with_group = os.getpgid(process.pid) if process.poll() is None else None
-    if with_group is not None:
-        os.killpg(with_group, signal.SIGKILL)
-    process.wait()
-    for left in psutil.wait_procs(descendants, timeout=10)[1]:
-        left.kill()
+    if process.poll() is None:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)  # the group is the session that the process was started in
+        process.wait()
+        for left in psutil.wait_procs(descendants, timeout=10)[1]:
+            left.kill()
 
 
 def free_ports(count: int) -> list[int]:

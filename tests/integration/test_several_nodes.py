@@ -17,10 +17,9 @@ from storage.catalog import Catalog
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
 from storage.writer_actor import NAMESPACE
-from tests.helpers.cluster import wait_for, write_tiny_job
+from tests.helpers.cluster import tiny_project, wait_for
 
-ROOT = Path(__file__).parents[2]
-STEPS = 200
+STEPS = 80
 
 pytestmark = pytest.mark.slow
 
@@ -53,14 +52,14 @@ def writer_nodes() -> set[str]:
 
 @pytest.mark.timeout(400)
 def test_worker_killed_on_one_of_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    spec = write_tiny_job(tmp_path / "job", steps=STEPS, workers=2)
+    project = tiny_project(tmp_path / "project", steps=STEPS, workers=2)
     store = open_object_store(StorageOptions(url=str(tmp_path / "store")), "tiny")
     log = tmp_path / "driver.log"
     with log.open("w") as output:
         driver = subprocess.Popen(
             [sys.executable, "-m", "app", "run", "job/job.yaml", "--set", f"storage.url={tmp_path / 'store'}"],
-            cwd=spec.parents[1],
-            env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
+            cwd=project,
+            env=os.environ | {"RAY_ADDRESS": cluster.address},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -68,7 +67,7 @@ def test_worker_killed_on_one_of_the_nodes(cluster: Cluster, tmp_path: Path) -> 
     def restorable() -> bool:
         assert driver.poll() is None, log.read_text()
         record = Catalog(store).newest_record()
-        return record is not None and record.step >= 5
+        return record is not None and record.step >= 2
 
     try:
         wait_for("a restore point", restorable)
@@ -85,7 +84,7 @@ def test_worker_killed_on_one_of_the_nodes(cluster: Cluster, tmp_path: Path) -> 
     assert status.finished
     (recovery,) = status.recoveries
     assert "worker process died" in recovery.cause
-    assert 5 <= recovery.restore_point < STEPS
+    assert 2 <= recovery.restore_point < STEPS
     assert recovery.max_age <= status.staleness_bound_steps
     assert verify_run(store).problems == []
     assert writer_nodes() == set()

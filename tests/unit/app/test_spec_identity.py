@@ -38,7 +38,10 @@ def test_what_does_not_define_the_result_may_change(tmp_path: Path, override: st
         ("training.learning_rate=1e-4", "training.learning_rate: expected 2e-05, got 0.0001"),
         ("training.betas=[0.8, 0.9]", "training.betas: expected [0.9, 0.999], got [0.8, 0.9]"),
         ("model.revision=main", 'model.revision: expected null, got "main"'),
-        ("model.layers={a: [x]}", 'model.layers: expected null, got nothing\nmodel.layers.a: expected nothing, got ["x"]'),
+        (
+            "model.layers={a: [x]}",
+            'model.layers: expected null, got nothing\nmodel.layers.a: expected nothing, got ["x"]',
+        ),
         ("checkpoint.mode=full", 'checkpoint.mode: expected "adaptive", got "full"'),
         ("data.path=/other/train.jsonl", 'data.path: expected "data/train.jsonl", got "/other/train.jsonl"'),
         ("data.path=s3://b/x.jsonl", 'data.path: expected "data/train.jsonl", got "s3://b/x.jsonl"'),

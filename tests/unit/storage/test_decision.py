@@ -142,3 +142,12 @@ def test_two_hundred_layers_are_decided_quickly_enough_to_never_matter():
     start = perf_counter()
     decide(facts(layers=layers, nodes=(), step=45, tokens=500))
     assert perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("mode", ["full", "adaptive"])
+def test_nothing_is_written_twice_at_one_step(mode):
+    """While training stands still the decision meets layers that are of this step already, with the bucket full."""
+    layers = tuple(replace(layer, step=5) for layer in facts().layers)
+    assert decide(facts(mode=mode, layers=layers, tokens=1000)).layers == ()
+    one_left = (*layers[:-1], replace(layers[-1], step=4, due=True))
+    assert decide(facts(mode=mode, layers=one_left, tokens=1000)).layers == ("d",)

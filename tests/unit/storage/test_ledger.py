@@ -44,7 +44,9 @@ def commit_next(ledger: Ledger):
         pytest.param(3, {}, {"a": [2, 5], "b": [4], "c": [3]}, (5, {"a": 5, "b": 4, "c": 3}), id="all bounded again"),
         pytest.param(3, {}, {"b": [9], "c": [9]}, None, id="one layer left behind holds all back"),
         pytest.param(0, {}, {"a": [1], "b": [1]}, None, id="bound 0 waits for every layer"),
-        pytest.param(0, {}, {"a": [1, 2], "b": [1, 2], "c": [1]}, (1, {"a": 1, "b": 1, "c": 1}), id="bound 0, one step"),
+        pytest.param(
+            0, {}, {"a": [1, 2], "b": [1, 2], "c": [1]}, (1, {"a": 1, "b": 1, "c": 1}), id="bound 0, one step"
+        ),
         pytest.param(10, {"a": 7}, {"a": [5]}, None, id="an older version than the committed one is no news"),
         pytest.param(10, {}, {}, None, id="nothing durable"),
     ],
@@ -118,7 +120,9 @@ def test_shards_of_all_ranks_make_a_version_once() -> None:
     version = VersionId(layer="a", step=2, epoch=1, attempt=1)
     shards = [shard(version, rank, 2) for rank in (1, 0)]
     assert ledger.shard_durable(version, 2, shards[0]) is None
-    assert ledger.shard_durable(version, 2, shards[0]) is None  # told twice, by a writer that was not yet told to forget
+    assert (
+        ledger.shard_durable(version, 2, shards[0]) is None
+    )  # told twice, by a writer that was not yet told to forget
     manifest = ledger.shard_durable(version, 2, shards[1])
     assert manifest == Manifest(version=version, world_size=2, shards=(shards[1], shards[0]))
 
@@ -194,3 +198,14 @@ def test_random_histories_keep_every_invariant(seed: int) -> None:
         assert all(point.previous[name].step < point.layers[name].step for name in point.previous)
         assert point != before
     assert commits > 10
+
+
+def test_a_second_try_at_the_same_step_completes_the_version() -> None:
+    """While training stands still a failed shard is stored again; the shards that landed the first time stay good."""
+    ledger = ledger_of(10)
+    issue(ledger, 1, "a", step=2)
+    version = VersionId(layer="a", step=2, epoch=1, attempt=1)
+    assert ledger.shard_durable(version, 2, shard(version, 0, 2)) is None
+    ledger.fail("a")
+    issue(ledger, 2, "a", step=2)
+    assert ledger.shard_durable(version, 2, shard(version, 1, 2)) is not None

@@ -16,9 +16,12 @@ from storage.local_store import LocalStore
 from storage.records import EpochLife, ProcessId
 from tests.helpers.records import HERE, claim
 
-PRINT_ME_AND_WAIT = (
-    "from storage.liveness import this_process; import time\nprint(this_process().model_dump_json(), flush=True)\ntime.sleep(60)"
-)
+PRINT_ME_AND_WAIT = """
+import time
+from storage.liveness import this_process
+print(this_process().model_dump_json(), flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture

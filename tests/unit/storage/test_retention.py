@@ -91,7 +91,9 @@ def test_nothing_needed_is_deleted_and_nothing_else_is_left(history, keep) -> No
             prefix = str(named.manifest_key).removesuffix("manifest.json")
             assert {key for key in stored if key.startswith(prefix)}.isdisjoint(deleted)
     left = stored - deleted
-    assert all(any(key.startswith(prefix) for prefix in needed_prefixes(kept)) for key in left if key.startswith("layers/"))
+    assert all(
+        any(key.startswith(prefix) for prefix in needed_prefixes(kept)) for key in left if key.startswith("layers/")
+    )
     assert len([key for key in left if key.startswith(keys.RECORDS)]) == len(kept)
 
 

@@ -1,0 +1,91 @@
+"""The main job on an S3 server: a worker killed from outside, and what the command line then tells of the run."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.cli import main
+from storage.catalog import Catalog
+from storage.object_store import open_object_store
+from tests.helpers.runs import Runs, kill, run_whole, running, state_of, wait_for_step
+from tests.helpers.s3_server import S3Server, moto_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server() as started:
+        yield started
+
+
+def train_worker() -> psutil.Process:
+    """One of the processes that train at this moment."""
+    family = psutil.Process().children(recursive=True)
+    return [process for process in family if "RayTrainWorker" in " ".join(process.cmdline())][-1]
+
+
+def test_a_killed_worker_on_s3(
+    runs: Runs, server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = server.new_bucket()
+    url = f"s3://{bucket}/runs"
+    s3 = {"endpoint": server.endpoint, "region": "us-east-1", "access_key": "test", "secret_key": "testsecret"}
+    steps = 30
+    spec = runs.spec("on-s3", storage={"url": url, "s3": s3}, training={"steps": steps})
+    store = open_object_store(spec.storage, "on-s3")
+    with running(spec) as job:
+        wait_for_step(store, 10, job)
+        kill(train_worker())
+    outcome = job.result()
+    assert outcome.verdict is None
+    assert outcome.status is not None
+    (recovery,) = outcome.status.recoveries
+    assert recovery.restore_point >= 10
+    assert recovery.steps_lost <= spec.checkpoint.max_lag
+    assert recovery.max_age <= spec.checkpoint.staleness_bound_steps
+    assert recovery.seconds is not None
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    where = [f"{url}/on-s3", "--endpoint", server.endpoint, "--region", "us-east-1"]
+
+    def tell(*arguments: str) -> dict:
+        capsys.readouterr()  # what Ray has printed
+        assert main([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    status = tell("status", *where)
+    assert (status["step"], status["restore_point"], status["max_age"], status["finished"]) == (steps, steps, 0, True)
+    assert status["ticks"] >= steps
+    assert status["reduction"] == status["ticks"] * status["full_checkpoint_bytes"] / status["bytes_written"]
+    checked = tell("verify", *where)
+    assert checked["problems"] == []
+    assert checked["objects"] >= 2 * len(status["layers"])
+    assert tell("gc", *where, "--dry-run")["keys"] == []
+    tell("export", *where, str(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+    newest = Catalog(store).newest_record()
+    assert newest is not None
+    stored = state_of(store, newest)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach().flatten(), torch.from_numpy(stored[name, "param"])), name
+    secrets = [info.key for info in store.list("") if b"testsecret" in store.read(info.key)]
+    assert secrets == []
+
+
+def test_the_same_spec_again_says_that_the_run_has_finished(runs: Runs) -> None:
+    spec = runs.spec("twice", training={"steps": 3})
+    run_whole(spec)
+    before = {path: path.stat().st_mtime_ns for path in Path(spec.storage.url, "twice").rglob("*") if path.is_file()}
+    again = run_whole(spec)
+    assert again.had_finished
+    assert before == {
+        path: path.stat().st_mtime_ns for path in Path(spec.storage.url, "twice").rglob("*") if path.is_file()
+    }
