@@ -52,13 +52,13 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
         SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
     """
     resolved = resolve_paths(spec)
-    for warning in fleeting_paths(resolved):
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     store = open_object_store(resolved.storage, resolved.name)
     prepared = prepare(resolved)
     record = check_run(spec, store, takeover=takeover)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
+    for warning in fleeting_paths(resolved):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
     if outcome.verdict is None and spec.export is not None:
