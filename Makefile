@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup ## train a small model, kill a worker, watch the run recover (two minutes)
-	@if [ -e runs/quickstart ]; then echo "removing runs/quickstart of an earlier quickstart"; rm -r runs/quickstart; fi
+	@for old in runs/quickstart runs/quickstart-model; do \
+	  if [ -e $$old ]; then echo "removing $$old of an earlier quickstart"; rm -r $$old; fi; done
 	$(BIN)/python -m app run jobs/quickstart.yaml
 
 test: setup ## run all tests (those marked gpu only where there is one)

@@ -1,11 +1,13 @@
 """Command line. Every command parses, calls one function elsewhere, and prints what it returned.
 
-Exit codes: 0 done; 1 the run failed, or something stored is broken; 2 bad input or usage, nothing started; 130 Ctrl-C.
+Exit codes: 0 done; 1 the run failed, or something stored is broken; 2 bad input or usage, nothing started;
+130 Ctrl-C; 143 SIGTERM.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +21,7 @@ from app.driver import run_job
 from app.export import export_run
 from app.gc import collect
 from app.job_spec import JobSpec, load_spec
+from app.quiet import quiet_libraries, quiet_stdout
 from app.schema import fields_of, render_schema
 from app.status import read_status
 from app.summary import layer_table, summary
@@ -72,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. What is not a `LayerCheckError` is a bug and keeps its traceback."""
     args = build_parser().parse_args(arguments)
+    quiet_libraries()
     try:
         code = args.handler(args)
         sys.stdout.flush()
@@ -79,9 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2 if isinstance(error, BAD_INPUT) else 1
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"error: interrupted by {number.name}; run the same command again to go on", file=sys.stderr)
+        return 128 + number
     except BrokenPipeError:
         # The reader has gone (`| head`); without this, Python complains once more when it flushes stdout on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -133,7 +138,9 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    outcome = run_job(load_spec(args.spec, args.set), takeover=args.takeover, console=Console(stderr=True))
+    spec = load_spec(args.spec, args.set)
+    with quiet_stdout():
+        outcome = run_job(spec, takeover=args.takeover, console=Console(stderr=True))
     if outcome.status is not None:
         _show(args, outcome.status.model_dump(mode="json"), summary(outcome.status))
     if outcome.had_finished:
@@ -146,7 +153,8 @@ def _run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     found = verify_run(_store(args))
     points = ", ".join(str(step) for step in found.restore_points)
-    text = f"restore points {points}: {found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)} read and checked"
+    read = f"{found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)}"
+    text = f"restore points {points}: read and checked {read}"
     _show(args, found.as_dict(), "\n".join([text, *(f"broken: {problem}" for problem in found.problems)]))
     return 1 if found.problems else 0
 

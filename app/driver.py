@@ -1,5 +1,6 @@
 """The driver: starts the CheckpointActor, runs Ray Train, shows progress, reports the outcome."""
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -18,12 +19,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from app.export import export_run
+from app.interrupts import interruptible
 from app.job_spec import JobSpec
-from app.preflight import Prepared, check_in_flight, check_run, fleeting_paths, prepare
+from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
 from app.progress import LiveProgress, ProgressDisplay
+from app.resources import ray_starts_here, shortage, worker_resources
 from app.spec_identity import fingerprint, public_dump, resolve_paths
 from app.status import RunStatus, read_status
 from storage.checkpoint_actor import ActorSetup, CheckpointActor
+from storage.errors import LayerCheckError, SpecError
 from storage.liveness import this_process
 from storage.messages import Verdict
 from storage.object_store import ObjectStore, open_object_store
@@ -33,6 +37,8 @@ from workers.train_loop import LoopConfig, train
 PROGRESS_S = 0.5
 HEALTH_CHECK_S = "0.5"
 """How often Ray Train looks for dead workers; its own default is 2 s."""
+CLOSE_S = 30.0
+"""Longest wait for the CheckpointActor when the run ends; it is killed with Ray, or by Ray with the driver."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,16 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
         SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
     """
     resolved = resolve_paths(spec)
+    check_spec(resolved)
     store = open_object_store(resolved.storage, resolved.name)
-    prepared = prepare(resolved)
-    record = check_run(spec, store, takeover=takeover)
+    record = check_run(spec, store)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
+    prepared = prepare(resolved)
+    check_store(spec, store, takeover=takeover)
     for warning in fleeting_paths(resolved):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
-    with _ray(resolved):
+    with interruptible(), _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
     if outcome.verdict is None and spec.export is not None:
         export_run(store, Path(str(resolved.export)))
@@ -74,17 +82,26 @@ def _ray(spec: JobSpec) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", HEALTH_CHECK_S)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(address="auto", **quiet)
+    if not ray_starts_here():
+        _join(os.environ["RAY_ADDRESS"], quiet)
     else:
         cpus = max(os.cpu_count() or 1, int(spec.scaling.workers * spec.scaling.cpus_per_worker + 0.999))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    # `ray job stop` sends SIGTERM; Ray's own handler prints a stack trace and says nothing that helps.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        with interruptible():
+            yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str, quiet: dict[str, Any]) -> None:
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError as error:
+        raise SpecError(
+            f"RAY_ADDRESS: expected the address of a running Ray cluster, got {address!r}, where none answers; start "
+            "one, correct it, or unset it to run on this machine"
+        ) from error
 
 
 def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectStore, console: Console) -> RunOutcome:
@@ -105,7 +122,7 @@ def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectSt
     )
     actor = _start_actor(setup)
     try:
-        ray.get(actor.start.remote())
+        _answer(actor.start.remote())
         loop = LoopConfig(
             run=resolved.name,
             storage=resolved.storage,
@@ -118,12 +135,23 @@ def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectSt
             data=ray.put(prepared.data),
             actor=actor,
         )
-        with _progress(actor, prepared.total_steps, console):
+        with _progress(actor, resolved, prepared.total_steps, console):
             verdict = _fit(resolved, loop)
         verdict = verdict or ray.get(actor.verdict.remote())
     finally:
-        ray.get(actor.close.remote())
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(actor.close.remote(), timeout=CLOSE_S)
     return RunOutcome(read_status(store), verdict)
+
+
+def _answer(call: Any) -> Any:
+    """Result of an actor's method; an error of ours comes as it was raised, without Ray's traceback around it."""
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, LayerCheckError):
+            raise error.cause from None
+        raise
 
 
 def _half_the_object_store() -> int:
@@ -151,7 +179,9 @@ class _TellCause(ray.train.UserCallback):
 
 def describe_failures(failures: dict[int, Exception]) -> str:
     """One line for the summary: which ranks failed of what; a rank that died first takes others with it."""
-    deaths = {rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)}
+    deaths = {
+        rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)
+    }
     told = deaths or failures
     lines = [str(error).strip().splitlines()[-1][:160] for error in told.values()]
     what = "worker process died" if deaths else lines[0]
@@ -168,7 +198,7 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
             scaling_config=ray.train.ScalingConfig(
                 num_workers=scaling.workers,
                 use_gpu=scaling.gpus_per_worker > 0,
-                resources_per_worker=_resources(spec),
+                resources_per_worker=worker_resources(scaling),
             ),
             run_config=ray.train.RunConfig(
                 name=spec.name,
@@ -178,22 +208,21 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
             ),
         )
         try:
-            verdict: Verdict | None = trainer.fit().return_value  # type: ignore[attr-defined]  # as above
-        except SystemExit as stopped:  # what Ray Train's own handler makes of Ctrl-C, with code 0
-            raise KeyboardInterrupt from stopped
+            with interruptible():
+                verdict: Verdict | None = trainer.fit().return_value  # type: ignore[attr-defined]  # as above
+        except SystemExit as stop:  # what Ray Train makes of Ctrl-C, when it has aborted the worker group
+            raise KeyboardInterrupt(signal.SIGINT) from stop
         except ray.train.TrainingFailedError as error:
             last = str(error).strip().splitlines()[-1]
-            return Verdict(kind="TrainingFailedError", message=f"the workers failed more often than failures.max_failures allows: {last}")
+            return Verdict(
+                kind="TrainingFailedError",
+                message=f"the workers failed more often than failures.max_failures allows: {last}",
+            )
     return verdict
 
 
-def _resources(spec: JobSpec) -> dict[str, float]:
-    gpus = {"GPU": float(spec.scaling.gpus_per_worker)} if spec.scaling.gpus_per_worker else {}
-    return {"CPU": spec.scaling.cpus_per_worker, **gpus}
-
-
 @contextmanager
-def _progress(actor: Any, total_steps: int, console: Console) -> Iterator[None]:
+def _progress(actor: Any, spec: JobSpec, total_steps: int, console: Console) -> Iterator[None]:
     """Show how the run stands until the block ends."""
     done = threading.Event()
 
@@ -201,6 +230,7 @@ def _progress(actor: Any, total_steps: int, console: Console) -> Iterator[None]:
         while not done.wait(PROGRESS_S):
             try:
                 live = ray.get(actor.live.remote(), timeout=PROGRESS_S)
+                waiting = shortage(spec.scaling) if live.state in ("starting", "recovering") else None
             except (ray.exceptions.RayError, TimeoutError):
                 continue  # the actor is being restarted
             display.update(
@@ -212,7 +242,7 @@ def _progress(actor: Any, total_steps: int, console: Console) -> Iterator[None]:
                     restore_point=live.restore_point,
                     max_age=live.max_age,
                     bytes_per_s=live.bytes_per_s,
-                    state=live.state,
+                    state=waiting or live.state,
                 )
             )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
+from app.existing_run import existing_run, no_restore_point
 from storage.catalog import Catalog
 from storage.errors import SpecError
 from storage.object_store import ObjectStore
@@ -25,17 +26,19 @@ def export_run(store: ObjectStore, folder: Path) -> int:
         SpecError: the run has no restore point, or `folder` holds something.
         CorruptObjectError, ObjectNotFoundError: a shard cannot be read.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SpecError(f"DIR: expected an empty or absent folder, got {folder}; choose another, or remove it")
-    catalog = Catalog(store)
-    record, claim = catalog.newest_record(), catalog.newest_claim()
-    if record is None or claim is None:
-        raise SpecError(f"RUN: {store.url} has no restore point yet; start the run first")
+    check_export_folder("DIR", folder)
+    claim, catalog = existing_run(store), Catalog(store)
+    record = catalog.newest_record()
+    if record is None:
+        raise no_restore_point(store)
     options = ModelOptions.model_validate({**claim.spec["model"], "path": record.base.source})
     model = build_model(options, int(claim.spec["training"]["seed"]))
     digest = base_digest(model, find_layers(model, options.layers))
     if digest != record.base.digest:
-        raise SpecError(f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), got {digest}")
+        raise SpecError(
+            f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), "
+            f"got {digest}; restore them"
+        )
     _fill(model, catalog, record)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
@@ -47,6 +50,15 @@ def export_run(store: ObjectStore, folder: Path) -> int:
             folder.rmdir()
         whole.rename(folder)
     return record.step
+
+
+def check_export_folder(field: str, folder: Path) -> None:
+    """Raise `SpecError`, naming `field`, unless `folder` is absent or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(
+            f"{field}: expected an absent or empty folder, got {folder}, which holds something; "
+            "name another, or remove it"
+        )
 
 
 def _fill(model: nn.Module, catalog: Catalog, record: Record) -> None:

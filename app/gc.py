@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from app.existing_run import existing_run, no_restore_point
 from storage.catalog import Catalog
 from storage.errors import RunLiveError, SpecError
 from storage.liveness import is_alive
@@ -25,17 +26,21 @@ def collect(store: ObjectStore, *, dry_run: bool) -> Collected:
         SpecError: there is no restore point.
         RunLiveError: the run is alive; it cleans up behind itself.
     """
-    catalog = Catalog(store)
-    claim = catalog.newest_claim()
-    if claim is None:
-        raise SpecError(f"RUN: {store.url} holds no run; expected the URL of a run, such as runs/quickstart")
+    claim, catalog = existing_run(store), Catalog(store)
     if not dry_run and is_alive(store, claim):
-        raise RunLiveError(f"{store.url}: epoch {claim.epoch} of this run is alive and cleans up behind itself; wait until it ends")
+        raise RunLiveError(
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}) "
+            "and cleans up behind itself; wait until it ends, or stop it"
+        )
     listed = store.list("")
     found = catalog.restorable()
-    if found.problems or not found.records:
-        raise SpecError(f"RUN: {store.url}: {'; '.join(found.problems) or 'no restore point yet'}; nothing is deleted on this basis")
-    doomed = set(unnamed([info.key for info in listed], found.records, int(claim.spec["checkpoint"]["keep_restore_points"])))
+    if found.problems:
+        raise SpecError(f"RUN: {store.url}: {'; '.join(found.problems)}; nothing is deleted on this basis")
+    if not found.records:
+        raise no_restore_point(store)
+    doomed = set(
+        unnamed([info.key for info in listed], found.records, int(claim.spec["checkpoint"]["keep_restore_points"]))
+    )
     catalog.check_fence(claim.epoch)
     if not dry_run:
         store.delete(sorted(doomed))

@@ -80,7 +80,7 @@ class JobSpec(Options):
     """How often a run may fail before it ends. May change between submissions of a run."""
 
     export: str | None = None
-    """Local folder for the finished model in Hugging Face format; null: none (the `export` command writes it any time)."""
+    """Local folder for the finished model in Hugging Face format; null: none (`export` writes it any time)."""
 
     fault_injection: list[FaultOptions] = []
     """Faults that strike this run on purpose; empty: none. May change between submissions of a run."""

@@ -1,12 +1,17 @@
-"""Everything that can be known to be wrong before anything is started or written."""
+"""Everything that can be known to be wrong before anything is started or written, the cheapest first.
+
+`check_spec`, `check_run`, `prepare`, `check_store`: only the last one writes, and leaves nothing behind.
+"""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from app.export import check_export_folder
 from app.job_spec import JobSpec
+from app.resources import check_gpus
 from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
 from storage.decision import smallest_write_budget
@@ -36,31 +41,35 @@ class Prepared:
     """Size of the full state: parameters, optimizer state and buffers of every trained layer."""
 
 
-def check_run(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> Record | None:
-    """Check the store and what it holds of the run; returns the run's newest record.
+def check_spec(spec: JobSpec) -> None:
+    """Check what needs neither the store nor the model.
 
     Raises:
-        StoreError: the store cannot be used.
-        SpecError: the run was started with another spec; one line for each field that differs.
-        RunLiveError: another driver works on the run.
+        SpecError: the budget cannot keep the bound, this machine cannot run the job, or the export has no place.
     """
-    probe_store(store, spec.storage.allow_unsafe_create)
+    check_budget(spec.checkpoint)
+    check_gpus(spec.scaling)
+    if spec.export is not None:
+        check_export_folder("export", Path(spec.export))
+
+
+def check_run(spec: JobSpec, store: ObjectStore) -> Record | None:
+    """Check what the store holds of the run; returns the run's newest record.
+
+    Raises:
+        StoreError: the store cannot be read.
+        SpecError: the run was started with another spec; one line for each field that differs.
+    """
+    store.check_reachable()
     catalog = Catalog(store)
     claim = catalog.newest_claim()
     if claim is None:
         return None
     differing = differing_fields(claim.spec, public_dump(spec))
     if differing:
-        raise SpecError(
-            "\n".join(f"{line}: run {spec.name!r} was started otherwise; restore it or choose another name" for line in differing)
-        )
-    record = catalog.newest_record()
-    if not (record and record.finished) and not takeover and is_alive(store, claim):
-        raise RunLiveError(
-            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "
-            "wait for it, stop it, or give --takeover to take the run over from it"
-        )
-    return record
+        what = f"as run {spec.name!r} was started; restore it, or give the run another name"
+        raise SpecError("\n".join(f"{line}, {what}" for line in differing))
+    return catalog.newest_record()
 
 
 def fleeting_paths(resolved: JobSpec) -> list[str]:
@@ -74,22 +83,39 @@ def fleeting_paths(resolved: JobSpec) -> list[str]:
 
 
 def prepare(spec: JobSpec) -> Prepared:
-    """Check the model, the data and the budget, and tokenize the data once for all attempts.
+    """Check the model and the data, and tokenize the data once for all attempts.
 
     Raises:
         SpecError: something the spec names cannot be used.
     """
-    if spec.scaling.gpus_per_worker == 0 and spec.training.precision == "bfloat16" and not torch.backends.mkldnn.is_available():
-        raise SpecError("training.precision: bfloat16 needs a CPU build of torch with oneDNN; use float32")
     model = build_meta_model(spec.model)
     layers = find_layers(model, spec.model.layers)
     full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
     if full_bytes == 0:
         raise SpecError(f"model.freeze: expected something left to train, got {spec.model.freeze}; freeze less")
-    check_budget(spec.checkpoint)
+    if spec.checkpoint.in_flight_bytes is not None:
+        check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)
     data = load_data(spec.data, tokenizer, spec.storage.s3)
-    return Prepared(data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes)
+    return Prepared(
+        data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes
+    )
+
+
+def check_store(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> None:
+    """Check that nobody else works on the run, and that the store can do all that the protocol needs.
+
+    Raises:
+        RunLiveError: another driver works on the run.
+        StoreError: the store cannot be used.
+    """
+    claim = Catalog(store).newest_claim()
+    if claim is not None and not takeover and is_alive(store, claim):
+        raise RunLiveError(
+            f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "
+            "wait for it, stop it, or give --takeover to take the run over from it"
+        )
+    probe_store(store, spec.storage.allow_unsafe_create)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -114,8 +140,9 @@ def check_budget(options: CheckpointOptions) -> None:
     smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps)
     if options.mode == "adaptive" and unit == "share" and share < smallest:
         raise SpecError(
-            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer within "
-            f"staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, or the bound"
+            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer "
+            f"within staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, "
+            "or the bound"
         )
 
 
@@ -123,6 +150,7 @@ def check_in_flight(mode: str, full_bytes: int, limit_bytes: int) -> None:
     """Refuse a limit on bytes in flight that a full checkpoint would break."""
     if mode == "full" and full_bytes > limit_bytes:
         raise SpecError(
-            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} (half of Ray's "
-            "object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger object store"
+            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} "
+            "(half of Ray's object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger "
+            "object store"
         )

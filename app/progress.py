@@ -46,14 +46,18 @@ def progress_line(progress: LiveProgress) -> str:
 class ProgressDisplay:
     """Shows progress on `console`; a context manager.
 
-    On a terminal each update replaces the line, and what others print appears above it. Elsewhere a line is printed
-    when the state changes, at the last step, and otherwise after 10 seconds or 10 % of the steps.
+    On a terminal each update replaces the line, and what others print on stderr appears above it. Elsewhere a line is
+    printed when the state changes, at the last step, and otherwise after 10 seconds or 10 % of the steps.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            if console.is_terminal
+            else None
+        )
         self._last: tuple[LiveProgress, float] | None = None
 
     def __enter__(self) -> Self:

@@ -54,10 +54,10 @@ def fingerprint(spec: JobSpec) -> str:
 
 
 def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Fields that count and differ between two results of `public_dump`, each as `training.steps: 60 -> 80`."""
+    """Fields that count and differ between two results of `public_dump`: `training.steps: expected 60, got 80`."""
     before, after = _leaves(old), _leaves(new)
     return [
-        f"{path}: {_shortened(before.get(path, '(absent)'))} -> {_shortened(after.get(path, '(absent)'))}"
+        f"{path}: expected {_shortened(before.get(path, 'nothing'))}, got {_shortened(after.get(path, 'nothing'))}"
         for path in {**before, **after}
         if path.split(".")[0] in COUNTED and before.get(path) != after.get(path)
     ]

@@ -1,7 +1,7 @@
 """What a run's newest record says, in the form that `status --json` prints."""
 
+from app.existing_run import existing_run, no_restore_point
 from storage.catalog import Catalog
-from storage.errors import SpecError
 from storage.object_store import ObjectStore
 from storage.records import Incident, Record, Recovery, Stored
 
@@ -39,6 +39,7 @@ class RunStatus(Stored):
     step_seconds_median: float | None
     tick_seconds_median: float | None
     tick_seconds_p99: float | None
+    held_seconds: float
 
 
 def status_of(run_url: str, record: Record) -> RunStatus:
@@ -76,6 +77,7 @@ def status_of(run_url: str, record: Record) -> RunStatus:
         step_seconds_median=progress.step_seconds_median,
         tick_seconds_median=progress.tick_seconds_median,
         tick_seconds_p99=progress.tick_seconds_p99,
+        held_seconds=totals.held_seconds,
     )
 
 
@@ -86,10 +88,8 @@ def read_status(store: ObjectStore) -> RunStatus:
         SpecError: there is no run, or none that has committed anything yet.
         StoreError: the store cannot be read.
     """
-    catalog = Catalog(store)
-    record = catalog.newest_record()
+    existing_run(store)
+    record = Catalog(store).newest_record()
     if record is None:
-        if catalog.newest_claim() is None:
-            raise SpecError(f"{store.url}: no run here; expected a run's storage URL, for example runs/quickstart")
-        raise SpecError(f"{store.url}: the run has no readable restore point yet; try again when it has committed one")
+        raise no_restore_point(store)
     return status_of(store.url, record)

@@ -60,7 +60,8 @@ def _written(status: RunStatus) -> str:
 
 def _times(status: RunStatus, step_s: float, tick_s: float) -> str:
     worst = f", 99th percentile {seconds(status.tick_seconds_p99)}" if status.tick_seconds_p99 is not None else ""
-    return f"step {seconds(step_s)}, tick {seconds(tick_s)} (medians){worst}"
+    held = f"; held {seconds(status.held_seconds)} for storage" if status.held_seconds else ""
+    return f"step {seconds(step_s)}, tick {seconds(tick_s)} (medians; {100 * tick_s / step_s:.1f} %){worst}{held}"
 
 
 def seconds(value: float) -> str:

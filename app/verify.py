@@ -3,9 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from app.existing_run import existing_run, no_restore_point
 from storage import keys
 from storage.catalog import Catalog
-from storage.errors import CorruptObjectError, ObjectNotFoundError, SpecError
+from storage.errors import CorruptObjectError, ObjectNotFoundError
 from storage.object_store import ObjectStore
 from storage.records import Record, VersionRef
 from storage.shard_reader import read_shard
@@ -33,14 +34,17 @@ def verify_run(store: ObjectStore) -> Verification:
     Raises:
         SpecError: there is no restore point.
     """
+    existing_run(store)
     catalog = Catalog(store)
     found = catalog.restorable()
     if not found.records and not found.problems:
-        raise SpecError(f"RUN: {store.url} has no restore point; expected the URL of a run, such as runs/quickstart")
+        raise no_restore_point(store)
     result = Verification(run=store.url, problems=list(found.problems))
     checked: dict[VersionRef, str | None] = {}
     for record in found.records:
-        problems = [problem for ref in sorted(record.named(), key=str) if (problem := _check(catalog, ref, checked, result))]
+        problems = [
+            problem for ref in sorted(record.named(), key=str) if (problem := _check(catalog, ref, checked, result))
+        ]
         if problems and _is_gone(store, record):
             continue  # retention has un-named it since it was read
         result.restore_points.append(record.step)
@@ -48,7 +52,9 @@ def verify_run(store: ObjectStore) -> Verification:
     return result
 
 
-def _check(catalog: Catalog, ref: VersionRef, checked: dict[VersionRef, str | None], result: Verification) -> str | None:
+def _check(
+    catalog: Catalog, ref: VersionRef, checked: dict[VersionRef, str | None], result: Verification
+) -> str | None:
     if ref not in checked:
         checked[ref] = None
         result.versions += 1

@@ -83,7 +83,7 @@ class CheckpointActor:
         self._health = StoreHealth(setup.store_outage_s, lambda kind, what: self._journal.incident(kind, what))
         self._writers = WriterGroup(setup.storage, setup.run, setup.run_id, self._take_outcome, self._give_up)
         self._pacer = Pacer(self._options, setup.in_flight_limit_bytes)
-        self._points: RestorePoints
+        self._points = RestorePoints(self._catalog, self._options.keep_restore_points, 0, [], self._health)
         self._ledger: Ledger
         self._group: WorkerGroup | None = None
         self._started: asyncio.Task[None] | None = None
@@ -113,6 +113,14 @@ class CheckpointActor:
         await self._started
         return self._epoch
 
+    async def _is_usable(self) -> bool:
+        """Start if need be; False when there is a verdict, because then there may be nothing else."""
+        try:
+            await self.start()
+        except LayerCheckError as error:  # after a restart: the driver has seen its own call of `start` succeed
+            self._give_up(error)
+        return self._verdict is None
+
     async def _start(self) -> None:
         setup = self._setup
         claim = EpochClaim(
@@ -124,9 +132,9 @@ class CheckpointActor:
             spec=setup.spec,
             spec_fingerprint=setup.spec_fingerprint,
         )
-        self._epoch = (await asyncio.to_thread(self._catalog.claim, claim)).epoch
+        self._epoch = (await self._health.retrying(self._catalog.claim, claim)).epoch
         self._spawn(self._show_life())
-        found = await asyncio.to_thread(self._catalog.restorable)
+        found = await self._health.retrying(self._catalog.restorable)
         keep = self._options.keep_restore_points
         self._points = RestorePoints(self._catalog, keep, self._epoch, found.records, self._health)
         newest = self._points.newest
@@ -176,7 +184,6 @@ class CheckpointActor:
 
     async def live(self) -> LiveStatus:
         """How the run stands this moment."""
-        await self.start()
         newest, journal = self._points.newest, self._journal
         return LiveStatus(
             state=self._state,
@@ -190,17 +197,20 @@ class CheckpointActor:
 
     async def note_failure(self, cause: str) -> None:
         """Why the worker group is about to be restarted."""
+        await self._is_usable()
         self._cause, self._state = cause, "recovering"
 
     async def note_incident(self, kind: str, what: str) -> None:
         """Something that the user should know."""
+        await self._is_usable()
         self._journal.incident(kind, what)
 
     # --- attempts
 
     async def begin_attempt(self, facts: AttemptFacts) -> RestorePlan | Verdict:
         """Let accepted uploads land (for a bounded time), then return the plan that all ranks restore from."""
-        await self.start()
+        if not await self._is_usable():
+            return self._present_verdict()
         self._state = "recovering" if self._attempt else "starting"
         group = WorkerGroup.of(facts)
         try:
@@ -211,9 +221,12 @@ class CheckpointActor:
             )
             async with self._committing:
                 await self._take_on(group)
-                return await self._pin_plan(group)
+                return await self._pin_plan()
         except LayerCheckError as error:
             self._give_up(error)
+        return self._present_verdict()
+
+    def _present_verdict(self) -> Verdict:
         assert self._verdict is not None
         return self._verdict
 
@@ -222,15 +235,17 @@ class CheckpointActor:
 
         Returns a plan without these versions, or None when training may go on from the present one.
         """
-        if attempt != self._attempt or self._verdict is not None or self._group is None:
-            return self._verdict or _stale_attempt(attempt, self._attempt)
+        if not await self._is_usable():
+            return self._verdict
+        if attempt != self._attempt:
+            return _stale_attempt(attempt, self._attempt)
         if not bad:
             self._plan, self._state = None, "training"
             return None
         try:
             async with self._committing:
                 await self._fall_back(bad)
-                return await self._pin_plan(self._group)
+                return await self._pin_plan()
         except LayerCheckError as error:
             self._give_up(error)
         return self._verdict
@@ -290,7 +305,7 @@ class CheckpointActor:
 
     # --- restore plans
 
-    async def _pin_plan(self, group: WorkerGroup) -> RestorePlan:
+    async def _pin_plan(self) -> RestorePlan:
         """Plan of the committed composite; versions whose manifest cannot be read are replaced first.
 
         While there is a plan nothing is swept.
@@ -342,8 +357,7 @@ class CheckpointActor:
 
     async def report(self, report: Report) -> Reply:
         """Take the sums of a tick; answer with what to persist and how far the restore point is."""
-        await self.start()
-        if self._verdict is not None:
+        if not await self._is_usable():
             return Reply(verdict=self._verdict)
         if report.attempt != self._attempt:
             return Reply(verdict=_stale_attempt(report.attempt, self._attempt))
@@ -356,6 +370,9 @@ class CheckpointActor:
         self._journal.report(report)
         if report.carried_out is not None and report.carried_out.epoch == self._epoch:
             self._ledger.carried_out(report.carried_out.decision, report.carried_out_step)
+        # Rank 0 carries an order out, and says so, in the very report after the reply that held it.
+        for layer in [name for name, flight in self._ledger.in_flight.items() if flight.step is None]:
+            self._fail(layer, "lost order", f"{layer}: the reply with the order did not reach the workers")
         for layer in report.failed_hand_overs:
             self._fail(layer, "hand-over failed", f"{layer}: its ShardWriter could not be reached")
         self._fail_lost_shards(self._group)
@@ -417,7 +434,9 @@ class CheckpointActor:
 
     def _take_problem(self, layer: str, problem: str, *, poisoned: bool) -> None:
         self._fail(layer, "poisoned version" if poisoned else "failed upload", problem)
-        if not poisoned:
+        if poisoned:  # NaN stays NaN under AdamW: no later version of this layer would be any better
+            self._give_up(TrainingError(f"{problem}; the last restore point is intact: lower training.learning_rate"))
+        else:
             self._health.fails(problem)
 
     async def _commit_forever(self) -> None:
@@ -474,7 +493,7 @@ class CheckpointActor:
 
     async def finish(self, step: int) -> Verdict | None:
         """Training has reached its end and everything is committed: mark the run finished, sweep what nobody names."""
-        if self._verdict is None and self._whole_at() != step:
+        if await self._is_usable() and self._whole_at() != step:
             self._give_up(
                 LayerCheckError(
                     f"finish: expected step {step} committed whole, got {self._whole_at()}; please report this"

@@ -79,15 +79,20 @@ def decide(facts: Facts) -> Decision:
     if facts.flush:
         return Decision(_flush(facts), facts.tokens)
     if facts.mode == "full":
-        idle = not any(layer.in_flight for layer in facts.layers)
-        every_layer_fits = idle and _Room(facts.nodes).takes_all(facts.layers)
-        return Decision(tuple(layer.name for layer in facts.layers) if every_layer_fits else (), facts.tokens)
+        return Decision(_full(facts), facts.tokens)
     return _Pass(facts).run()
 
 
 def smallest_write_budget(staleness_bound_steps: int, interval_steps: int) -> float:
     """Smallest share of the full state per tick that refreshes every layer within the bound."""
     return 1 / max(1, staleness_bound_steps // interval_steps - ASSUMED_LATENCY_TICKS - 1)
+
+
+def _full(facts: Facts) -> tuple[str, ...]:
+    """Every layer at once, when nothing is in flight; those that failed, when the others are of this step already."""
+    idle = not any(layer.in_flight for layer in facts.layers)
+    missing = [layer for layer in facts.layers if layer.step < facts.step]
+    return tuple(layer.name for layer in missing) if idle and _Room(facts.nodes).takes_all(missing) else ()
 
 
 def _flush(facts: Facts) -> tuple[str, ...]:
@@ -146,8 +151,11 @@ class _Pass:
         return step + self.facts.staleness_bound_steps - self.facts.latency_steps
 
     def _free(self) -> list[int]:
-        layers = self.facts.layers
-        return [i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight]
+        """Layers that may be chosen: while training stands still, one may have been written at this very step."""
+        layers, step = self.facts.layers, self.facts.step
+        return [
+            i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight and layers[i].step < step
+        ]
 
     def _take(self, index: int) -> bool:
         if not self.room.take(self.facts.layers[index]):

@@ -35,6 +35,8 @@ class Journal:
         now = time.monotonic()
         if self.recoveries and self.recoveries[-1].seconds is None:
             self._recovered(now - self._last_report_at)
+        if report.hold:
+            self.totals = _plus(self.totals, held_seconds=now - self._last_report_at)
         self._last_report_at = now
         if not (report.hold or report.flush):
             self.totals = _plus(self.totals, ticks=1)
@@ -94,7 +96,7 @@ class Journal:
         self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": round(seconds, 3)})
 
 
-def _plus(totals: Totals, **more: int) -> Totals:
+def _plus(totals: Totals, **more: float) -> Totals:
     return totals.model_copy(update={name: getattr(totals, name) + amount for name, amount in more.items()})
 
 

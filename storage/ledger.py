@@ -65,6 +65,7 @@ class Ledger:
         """All ranks took the snapshots of `decision` at `step`."""
         for flight in self.in_flight.values():
             if flight.decision == decision:
+                flight.stored = flight.stored and flight.step == step  # else it was a late version that was stored
                 flight.step = step
 
     def missing_ranks(self, version: VersionId, world_size: int) -> set[int]:
@@ -91,15 +92,14 @@ class Ledger:
         flight = self.in_flight.get(layer)
         if flight is not None and flight.step in (None, ref.step):
             del self.in_flight[layer]
+        for version in [v for v in self._assembling if v.layer == layer and v.step <= ref.step]:
+            del self._assembling[version]
 
     def fail(self, layer: str) -> None:
         """The version of `layer` in flight will not become durable: the layer is due again."""
-        flight = self.in_flight.pop(layer, None)
-        if flight is not None:
+        # Its shards that are durable stay good: while training stands still, the next try makes the same version.
+        if self.in_flight.pop(layer, None) is not None:
             self.due.add(layer)
-            stale = [v for v in self._assembling if v.layer == layer and v.step == flight.step]
-            for version in stale:
-                del self._assembling[version]
 
     def newest_step_of(self, layer: str, at: int) -> int:
         """Step of the newest version of `layer`, durable or in flight (`at`, when its snapshot is still to come)."""

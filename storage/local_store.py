@@ -23,19 +23,21 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root.expanduser()))
         self.url = str(self._root)
+        self._made: set[Path] = set()
+        """The root and folders above it that this store has made."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
 
     def check_reachable(self) -> None:
-        """Raise `StoreError` unless the nearest existing folder at or above the root can be written to."""
+        """Raise `StoreError` unless the nearest existing folder at or above the root can be read."""
         folder = self._root
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
             raise StoreError(f"cannot use {self.url}: {folder} is a file, expected a folder; correct storage.url")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(f"cannot use {self.url}: {folder} is not writable by this user; correct storage.url")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise StoreError(f"cannot use {self.url}: {folder} is not readable by this user; correct storage.url")
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator[pa.NativeFile]:
@@ -92,7 +94,7 @@ class LocalStore:
             return sorted(self._walk(top))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectStore.delete`. Folders left empty go too."""
+        """See `ObjectStore.delete`. Folders left empty go too, and the root if this store made it."""
         folders: set[Path] = set()
         for key in keys:
             path = self._path(key)
@@ -100,7 +102,7 @@ class LocalStore:
                 path.unlink(missing_ok=True)
             folders.update(parent for parent in path.parents if parent.is_relative_to(self._root))
         folders.discard(self._root)
-        for folder in sorted(folders | {self._root / TEMPORARY}, key=lambda path: -len(path.parts)):
+        for folder in sorted(folders | {self._root / TEMPORARY} | self._made, key=lambda path: -len(path.parts)):
             with suppress(OSError):
                 folder.rmdir()
 
@@ -128,7 +130,7 @@ class LocalStore:
     def _temporary(self) -> Iterator[Path]:
         """An empty file in the root's file system, gone after the block."""
         path = self._root / TEMPORARY / uuid.uuid4().hex
-        _in_folder(path, path.touch)
+        self._in_folder(path, path.touch)
         try:
             yield path
         finally:
@@ -136,28 +138,28 @@ class LocalStore:
                 path.unlink()
 
     def _publish(self, move: Callable[[Path, Path], None], temporary: Path, path: Path) -> None:
-        _in_folder(path, lambda: move(temporary, path))
+        self._in_folder(path, lambda: move(temporary, path))
         _sync(path.parent)
 
+    def _in_folder(self, path: Path, action: Callable[[], None]) -> None:
+        """Run `action`, which puts `path` into its folder, making the folder whenever a concurrent delete prunes it."""
+        for _ in range(_PRUNE_RACES):
+            try:
+                self._make_folder(path.parent)
+                return action()
+            except FileNotFoundError as error:
+                lost = error
+        raise lost
 
-def _in_folder(path: Path, action: Callable[[], None]) -> None:
-    """Run `action`, which puts `path` into its folder, making the folder as often as a concurrent delete prunes it."""
-    for _ in range(_PRUNE_RACES):
-        try:
-            _make_folder(path.parent)
-            return action()
-        except FileNotFoundError as error:
-            lost = error
-    raise lost
-
-
-def _make_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    with suppress(FileExistsError):  # made meanwhile; if it is a file, using it as a folder says so
-        folder.mkdir()
-    _sync(folder.parent)
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with suppress(FileExistsError):  # made meanwhile; if it is a file, using it as a folder says so
+            folder.mkdir()
+        _sync(folder.parent)
+        if self._root.is_relative_to(folder):
+            self._made.add(folder)
 
 
 def _sync(path: Path) -> None:

@@ -77,6 +77,6 @@ def open_object_store(options: StorageOptions, run: str) -> ObjectStore:
         return LocalStore(Path(rest) / run)
     bucket = urlsplit(options.url).netloc
     if scheme != "s3" or not bucket:
-        raise SpecError(f"storage.url: expected a folder or s3://bucket/prefix, got {options.url!r}")
+        raise SpecError(f"storage.url: expected a folder or s3://bucket/prefix, got {options.url!r}; correct it")
     prefix = "/".join(part for part in (rest.removeprefix(bucket).strip("/"), run) if part)
     return S3Store(bucket, checked_key(prefix), options.s3)

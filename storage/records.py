@@ -118,6 +118,8 @@ class Totals(Stored):
     attempts: NonNegative = 0
     attempts_without_commit: NonNegative = 0
     """Attempts in a row, up to now, that committed no restore point."""
+    held_seconds: float = 0.0
+    """Time for which training stood still because the restore point was `max_lag` behind."""
 
 
 class Recovery(Stored):

@@ -36,7 +36,7 @@ class RestorePoints:
         await self._health.retrying(self._catalog.commit, record)
         everything = [record, *self.records]
         self.records = retention.retained(everything, self._keep)
-        dropped = everything[len(self.records) :]
+        dropped = [old for old in everything if old not in self.records]
         at = time.monotonic()
         self._unnamed += [(at, keys.record(old.epoch, old.seq)) for old in dropped]
         prefixes = retention.needed_prefixes(dropped) - retention.needed_prefixes(self.records)

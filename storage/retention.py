@@ -3,12 +3,20 @@
 from collections.abc import Iterable, Sequence
 
 from storage import keys
-from storage.records import Record
+from storage.records import Record, VersionRef
 
 
 def retained(records: Sequence[Record], keep: int) -> list[Record]:
-    """Newest `keep` of `records` (newest first). Each also names the version before of every layer."""
-    return list(records[:keep])
+    """Newest record of each of the `keep` newest restore points, of `records` (newest first).
+
+    Records that name the same versions are one restore point: every attempt and every epoch begins with a record of
+    the restore point it starts from, and these must not push out the ones to fall back to. Each record also names the
+    version before of every layer.
+    """
+    points: dict[frozenset[tuple[str, VersionRef]], Record] = {}
+    for record in records:
+        points.setdefault(frozenset(record.layers.items()), record)
+    return list(points.values())[:keep]
 
 
 def needed_prefixes(records: Iterable[Record]) -> set[str]:

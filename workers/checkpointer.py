@@ -177,7 +177,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._tick(step, stats)
         self._tick_seconds = time.perf_counter() - began
-        while step - self._restore_point >= self._options.max_lag:
+        while step + self._options.interval_steps - self._restore_point > self._options.max_lag:
             self._tick(step, None, wait_s=STANDING_WAIT_S, hold=True)
 
     def finish(self, step: int) -> None:

@@ -107,7 +107,7 @@ def load_tokenizer(model: ModelOptions, data: DataOptions) -> PreTrainedTokenize
         SpecError: there is no tokenizer, no token to pad with, or no chat template for `data.messages_column`.
     """
     source = _source(model)
-    with _as_spec_error(model):
+    with _as_spec_error(model, "with a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model.path, **source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -173,7 +173,7 @@ def _hub_answers() -> bool:
 
 
 @contextmanager
-def _as_spec_error(options: ModelOptions) -> Iterator[None]:
+def _as_spec_error(options: ModelOptions, what: str = "of a causal language model") -> Iterator[None]:
     """Say in one line what `transformers` says in many, also in its log."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -186,7 +186,7 @@ def _as_spec_error(options: ModelOptions) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, StrictDataclassError) as error:
         raise SpecError(
-            f"model.path: expected a folder or hub id of a causal language model that transformers can load, got "
+            f"model.path: expected a folder or hub id {what} that transformers can load, got "
             f"{options.path!r}: {_first_line(error)}; correct the path, or make the hub reachable"
         ) from error
     finally:

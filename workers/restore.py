@@ -17,8 +17,8 @@ from storage.records import ShardRef
 from storage.shard_format import ShardTensor
 from storage.shard_reader import read_shard
 from workers.layers import Layer
-from workers.slices import trainable
-from workers.state import fill
+from workers.slices import cut
+from workers.state import fill, slice_tensors
 
 PARALLEL_READS = 4
 _ALIGNMENT = 16  # a tensor's bytes inside a broadcast buffer must be viewable as any type
@@ -107,24 +107,27 @@ def _entries(tensors: list[ShardTensor]) -> Iterator[Entry]:
 
 
 def uncovered(
-    plan: RestorePlan, layers: dict[str, Layer], model: nn.Module, index: dict[str, list[Entry]]
+    plan: RestorePlan,
+    layers: dict[str, Layer],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: dict[str, list[Entry]],
 ) -> dict[str, str]:
-    """Layers whose shards together do not hold every element of every trained parameter exactly once."""
+    """Layers whose shards together do not hold every element of the layer state exactly once."""
     bad = {}
     for name, planned in plan.layers.items():
         if planned.manifest is None:
             continue
-        runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        runs: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for shard in planned.manifest.shards:
             for entry in index.get(shard.key, []):
-                if entry.kind == "param":
-                    runs[entry.name].append((entry.first, entry.count))
-        for parameter in trainable(layers[name], model):
+                runs[entry.name, entry.kind].append((entry.first, entry.count))
+        for part in slice_tensors(cut(layers[name], model, 0, 1), layers[name], model, optimizer):
             end = 0
-            for first, count in sorted(runs[parameter]):
+            for first, count in sorted(runs[part.name, part.kind]):
                 end = first + count if first == end else -1
-            if end != model.get_parameter(parameter).numel():
-                bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {parameter}"
+            if end != part.tensor.numel():
+                bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {part.name} ({part.kind})"
     return bad
 
 
@@ -145,8 +148,10 @@ def distribute(
         if size == 0:
             continue
         mine = assigned[shard.key] == rank
-        buffer = _packed(share.tensors.pop(shard.key), entries, size) if mine else torch.empty(size, dtype=torch.uint8)
-        buffer = buffer.to(device)
+        if mine:
+            buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         if world_size > 1:
             dist.broadcast(buffer, src=assigned[shard.key])
         for entry in entries:
@@ -194,7 +199,7 @@ def restore(
         heard = [message for message in told if message is not None]
         index = {key: entries for part, _ in heard for key, entries in part.items()}
         bad = {layer: problem for _, part in heard for layer, problem in part.items()}
-        bad = {**uncovered(plan, layers, model, index), **bad}
+        bad = {**uncovered(plan, layers, model, optimizer, index), **bad}
         replacement = ask(bad)
         if replacement is None:
             break

@@ -144,7 +144,7 @@ class _Loop:
                 "training.learning_rate, or set training.on_nonfinite: skip"
             )
         if dist.get_rank() == 0:
-            ray.get(self.config.actor.note_incident.remote("skipped step", f"step {step}: gradient norm {norm}"))
+            self.config.actor.note_incident.remote("skipped step", f"step {step}: gradient norm {norm}")
 
     def _evaluate(self, step: int) -> float | None:
         every, last = self.config.training.eval_every_steps, self.config.total_steps

@@ -25,7 +25,7 @@ OVERRIDES_AND_PROBLEMS = [
         [
             (
                 "modell: unknown key; expected one of name, storage, model, data, training, scaling, checkpoint, "
-                "failures, fault_injection; did you mean model?"
+                "failures, export, fault_injection; did you mean model?"
             )
         ],
     ),

@@ -34,15 +34,18 @@ def test_what_does_not_define_the_result_may_change(tmp_path: Path, override: st
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
-        ("name=other", 'name: "quick" -> "other"'),
-        ("training.learning_rate=1e-4", "training.learning_rate: 2e-05 -> 0.0001"),
-        ("training.betas=[0.8, 0.9]", "training.betas: [0.9, 0.999] -> [0.8, 0.9]"),
-        ("model.revision=main", 'model.revision: null -> "main"'),
-        ("model.layers={a: [x]}", 'model.layers: null -> (absent)\nmodel.layers.a: (absent) -> ["x"]'),
-        ("checkpoint.mode=full", 'checkpoint.mode: "adaptive" -> "full"'),
-        ("data.path=/other/train.jsonl", 'data.path: "data/train.jsonl" -> "/other/train.jsonl"'),
-        ("data.path=s3://b/x.jsonl", 'data.path: "data/train.jsonl" -> "s3://b/x.jsonl"'),
-        (f"data.chat_template={'x' * 99}", f'data.chat_template: null -> "{"x" * 59}...'),
+        ("name=other", 'name: expected "quick", got "other"'),
+        ("training.learning_rate=1e-4", "training.learning_rate: expected 2e-05, got 0.0001"),
+        ("training.betas=[0.8, 0.9]", "training.betas: expected [0.9, 0.999], got [0.8, 0.9]"),
+        ("model.revision=main", 'model.revision: expected null, got "main"'),
+        (
+            "model.layers={a: [x]}",
+            'model.layers: expected null, got nothing\nmodel.layers.a: expected nothing, got ["x"]',
+        ),
+        ("checkpoint.mode=full", 'checkpoint.mode: expected "adaptive", got "full"'),
+        ("data.path=/other/train.jsonl", 'data.path: expected "data/train.jsonl", got "/other/train.jsonl"'),
+        ("data.path=s3://b/x.jsonl", 'data.path: expected "data/train.jsonl", got "s3://b/x.jsonl"'),
+        (f"data.chat_template={'x' * 99}", f'data.chat_template: expected null, got "{"x" * 59}...'),
     ],
 )
 def test_what_defines_the_result_is_named(tmp_path: Path, override: str, difference: str) -> None:

@@ -118,7 +118,7 @@ def test_summary_says_it_all_in_80_columns() -> None:
         "6.0 MB; full checkpoints at the same 60 ticks: 120.0 MB (20.0x)",
         "final loss 2.2500",
         "held-out loss 2.5000 at step 60",
-        "step 1.4 s, tick 2.1 ms (medians), 99th percentile 13.0 ms",
+        "step 1.4 s, tick 2.1 ms (medians; 0.1 %), 99th percentile 13.0 ms",
         "14.3 s",
         "44 writer the ShardWriter",
     ):

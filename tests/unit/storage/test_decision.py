@@ -20,15 +20,28 @@ def simulate(sizes, *, budget, bound, ticks=250, latency=2, interval=1, criterio
         step = tick * interval
         layers = tuple(
             Candidate(
-                name=str(i), bytes=size, step=steps[i], drift=1e-4 * (step - steps[i]) * (2.5 if i == 0 else 1.0),
-                impact=1e-3 * (step - steps[i]) ** 1.5 * (3 if i == 0 else 1), in_flight=step - steps[i] < latency and steps[i] > 0,
+                name=str(i),
+                bytes=size,
+                step=steps[i],
+                drift=1e-4 * (step - steps[i]) * (2.5 if i == 0 else 1.0),
+                impact=1e-3 * (step - steps[i]) ** 1.5 * (3 if i == 0 else 1),
+                in_flight=step - steps[i] < latency and steps[i] > 0,
             )
             for i, size in enumerate(sizes)
-        )  # fmt: skip
+        )
         facts = Facts(
-            step=step, interval_steps=interval, layers=layers, staleness_bound_steps=bound, max_lag=max_lag, latency_steps=latency,
-            newest_step=newest, tokens=tokens, refill_bytes=budget * total, criterion=criterion, threshold=threshold,
-        )  # fmt: skip
+            step=step,
+            interval_steps=interval,
+            layers=layers,
+            staleness_bound_steps=bound,
+            max_lag=max_lag,
+            latency_steps=latency,
+            newest_step=newest,
+            tokens=tokens,
+            refill_bytes=budget * total,
+            criterion=criterion,
+            threshold=threshold,
+        )
         decision = decide(facts)
         tokens = decision.tokens
         for name in decision.layers:
@@ -129,3 +142,12 @@ def test_two_hundred_layers_are_decided_quickly_enough_to_never_matter():
     start = perf_counter()
     decide(facts(layers=layers, nodes=(), step=45, tokens=500))
     assert perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("mode", ["full", "adaptive"])
+def test_nothing_is_written_twice_at_one_step(mode):
+    """While training stands still the decision meets layers that are of this step already, with the bucket full."""
+    layers = tuple(replace(layer, step=5) for layer in facts().layers)
+    assert decide(facts(mode=mode, layers=layers, tokens=1000)).layers == ()
+    one_left = (*layers[:-1], replace(layers[-1], step=4, due=True))
+    assert decide(facts(mode=mode, layers=one_left, tokens=1000)).layers == ("d",)

@@ -44,7 +44,13 @@ class PublishesTornUploads(LocalStore):
 
 def test_good_store_passes_and_is_left_empty(tmp_path: Path) -> None:
     probe_store(LocalStore(tmp_path / "runs" / "r"), allow_unsafe_create=False)
-    assert list((tmp_path / "runs" / "r").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_were_there_stay(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    probe_store(LocalStore(tmp_path / "runs" / "r"), allow_unsafe_create=False)
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "r"]
 
 
 def test_store_that_ignores_exclusive_creation_needs_the_users_consent(tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""The catalog over every store: one winner an epoch, fencing, newest = highest (epoch, seq), nothing trusted unread."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from storage import keys
+from storage.catalog import Catalog
+from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from storage.object_store import ObjectStore
+from tests.contract.conftest import Place
+from tests.helpers.records import claim, manifest, record, ref
+
+RACERS = 16
+
+
+@pytest.fixture
+def catalog(store: ObjectStore) -> Catalog:
+    return Catalog(store)
+
+
+def test_sixteen_racing_claims_have_one_winner(place: Place) -> None:
+    catalogs = [Catalog(place.open()) for _ in range(RACERS)]
+    start = threading.Barrier(RACERS)
+
+    def race(number: int) -> int | None:
+        start.wait()
+        try:
+            return catalogs[number].claim(claim(driver=f"driver {number}", nonce=f"nonce {number}")).epoch
+        except FencedError as error:
+            assert "by another driver" in str(error)  # noqa: PT017 - the losers are counted below
+            return None
+
+    with ThreadPoolExecutor(RACERS) as pool:
+        epochs = [epoch for epoch in pool.map(race, range(RACERS)) if epoch is not None]
+    # A racer that lists after the first winner claims the next epoch, as a takeover does; no epoch has two owners.
+    assert epochs
+    assert sorted(epochs) == list(range(1, len(epochs) + 1))
+    assert [keys.epoch_of(info.key) for info in catalogs[0].store.list(keys.EPOCHS)] == sorted(epochs)
+
+
+def test_one_epoch_has_one_winner(place: Place) -> None:
+    """The race for the very same epoch, whatever the listings said."""
+    catalogs = [Catalog(place.open()) for _ in range(RACERS)]
+    start = threading.Barrier(RACERS)
+
+    def race(number: int) -> bool:
+        start.wait()
+        try:
+            catalogs[number].store.create(keys.epoch_claim(1), claim(nonce=f"nonce {number}").to_bytes())
+        except ObjectExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(RACERS) as pool:
+        assert sum(pool.map(race, range(RACERS))) == 1
+
+
+class LostReply:
+    """A store whose first creation succeeds with its reply lost; the client's retry then meets its own object."""
+
+    def __init__(self, store: ObjectStore, intruder: bytes | None = None) -> None:
+        self._store, self._intruder = store, intruder
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._store.create(key, self._intruder or data)
+        raise ObjectExistsError(f"cannot create {key}: it already exists")
+
+
+def test_a_claim_whose_reply_was_lost_is_ours(store: ObjectStore) -> None:
+    mine = Catalog(LostReply(store)).claim(claim())
+    assert mine.epoch == 1
+    assert Catalog(store).newest_claim() == mine
+
+
+def test_a_claim_that_another_won_meanwhile_is_not_ours(store: ObjectStore) -> None:
+    winner = claim(driver="other", nonce="other").model_copy(update={"epoch": 1})
+    with pytest.raises(
+        FencedError, match=r"epoch 1 of this run was claimed at 2026\S+ by another driver \(pid 1 on h\)"
+    ):
+        Catalog(LostReply(store, winner.to_bytes())).claim(claim())
+
+
+def test_a_record_whose_reply_was_lost_is_committed(store: ObjectStore) -> None:
+    Catalog(store).claim(claim())
+    point = record({"a": ref("a", 1)})
+    Catalog(LostReply(store)).commit(point)
+    assert Catalog(store).newest_record() == point
+
+
+def test_a_record_is_never_replaced_by_another(catalog: Catalog) -> None:
+    catalog.claim(claim())
+    catalog.commit(record({"a": ref("a", 1)}))
+    with pytest.raises(ObjectExistsError):
+        catalog.commit(record({"a": ref("a", 2)}))
+    assert catalog.newest_record() == record({"a": ref("a", 1)})
+
+
+def test_a_restarted_actor_claims_the_next_epoch_of_its_driver(catalog: Catalog) -> None:
+    assert [catalog.claim(claim(nonce=str(life))).epoch for life in range(3)] == [1, 2, 3]
+
+
+def test_a_driver_that_was_taken_over_cannot_come_back(catalog: Catalog) -> None:
+    catalog.claim(claim(driver="first", nonce="1"))
+    assert catalog.claim(claim(driver="second", nonce="2")).epoch == 2
+    with pytest.raises(FencedError, match="epoch 2"):
+        catalog.claim(claim(driver="first", nonce="3"))
+    assert len(catalog.store.list(keys.EPOCHS)) == 2
+
+
+def test_a_stale_epoch_commits_nothing(catalog: Catalog) -> None:
+    old = catalog.claim(claim(driver="first", nonce="1")).epoch
+    catalog.commit(record({"a": ref("a", 1)}, epoch=old))
+    catalog.claim(claim(driver="second", nonce="2"))
+    with pytest.raises(FencedError, match=r"this one stops"):
+        catalog.commit(record({"a": ref("a", 2)}, epoch=old, seq=1))
+    with pytest.raises(FencedError):
+        catalog.check_fence(old)
+    assert [info.key for info in catalog.store.list(keys.RECORDS)] == [keys.record(old, 0)]
+
+
+def test_what_a_stale_epoch_committed_at_the_last_moment_does_not_count(catalog: Catalog) -> None:
+    """Between a fence check and the creation a newer epoch may begin; its first record outranks the late one."""
+    for driver in ("first", "second"):
+        catalog.claim(claim(driver=driver, nonce=driver))
+    catalog.commit(record({"a": ref("a", 5)}, epoch=2, seq=0))
+    late = record({"a": ref("a", 9)}, epoch=1, seq=7)
+    catalog.store.create(keys.record(1, 7), late.to_bytes())
+    assert catalog.newest_record().epoch == 2
+
+
+def test_newest_is_the_highest_epoch_then_seq(catalog: Catalog) -> None:
+    for epoch in (1, 2, 3):
+        catalog.claim(claim(nonce=str(epoch)))
+        for seq in (0, 9, 10):
+            if epoch < 3 or seq == 0:
+                catalog.store.create(
+                    keys.record(epoch, seq), record({"a": ref("a", 1)}, epoch=epoch, seq=seq).to_bytes()
+                )
+    found = catalog.restorable()
+    assert [(point.epoch, point.seq) for point in found.records] == [
+        (3, 0),
+        (2, 10),
+        (2, 9),
+        (2, 0),
+        (1, 10),
+        (1, 9),
+        (1, 0),
+    ]
+    assert found.problems == []
+    assert catalog.newest_record() == found.records[0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"epoch": 1}',
+        b"\x80\x04K\x01.",
+        record({"a": ref("a", 1)}).to_bytes()[:-9],
+        b'{"format_version": 2}',
+    ],
+)
+def test_a_corrupt_newest_record_is_skipped_and_reported(catalog: Catalog, data: bytes) -> None:
+    catalog.claim(claim())
+    good = record({"a": ref("a", 1)}, seq=0)
+    catalog.commit(good)
+    catalog.store.put(keys.record(1, 1), data)
+    found = catalog.restorable()
+    assert found.records == [good]
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith(f"{keys.record(1, 1)}: ")
+    assert "\n" not in found.problems[0]
+    assert catalog.newest_record() == good
+
+
+def test_a_manifest_is_read_back_only_as_it_was_written(catalog: Catalog) -> None:
+    written = manifest("a", 3)
+    named = catalog.write_manifest(written)
+    assert (named.step, named.epoch, named.attempt, named.bytes) == (3, 1, 1, 100)
+    assert catalog.read_manifest(named) == written
+    catalog.store.put(named.manifest_key, manifest("a", 3, world_size=1).to_bytes())  # whole, but another one
+    with pytest.raises(CorruptObjectError, match=f"{named.manifest_key}: expected digest {named.manifest_digest}, got"):
+        catalog.read_manifest(named)
+    catalog.store.delete([named.manifest_key])
+    with pytest.raises(ObjectNotFoundError):
+        catalog.read_manifest(named)
+
+
+def test_a_manifest_can_be_written_again(catalog: Catalog) -> None:
+    """The retry of a write whose reply was lost, or an actor restarted between manifest and record."""
+    assert catalog.write_manifest(manifest("a", 3)) == catalog.write_manifest(manifest("a", 3))
+
+
+def test_an_empty_store_holds_nothing(catalog: Catalog) -> None:
+    assert catalog.newest_claim() is None
+    assert catalog.newest_record() is None
+    assert catalog.restorable().records == []
+    catalog.check_fence(1)
+
+
+def test_a_corrupt_claim_is_an_error_that_names_it(catalog: Catalog) -> None:
+    """Guessing that it is not there could put two epochs on one run."""
+    catalog.store.put(keys.epoch_claim(1), b"{}")
+    with pytest.raises(CorruptObjectError, match=keys.epoch_claim(1)):
+        catalog.claim(claim())
+    assert not issubclass(CorruptObjectError, StoreError)

@@ -1,0 +1,13 @@
+"""One Ray session for all runs of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.runs import Runs, ray_session
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ray_session():
+        yield Runs(tmp_path_factory.mktemp("jobs"))

@@ -1,0 +1,64 @@
+"""Non-finite numbers: a run stops or skips as its spec says, and nothing non-finite is stored over something good."""
+
+import uuid
+
+import numpy as np
+import pytest
+import ray
+
+from app.verify import verify_run
+from storage import keys
+from storage.errors import ObjectNotFoundError
+from storage.messages import ShardOrder, WriterReport
+from storage.records import VersionId
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.writer_actor import ensure_writer
+from tests.helpers.runs import Runs, run, run_whole
+
+pytestmark = pytest.mark.slow
+
+NAN_AT_5 = [{"rank": 1, "step": 5, "point": "backward", "action": "nan"}]
+
+
+def test_a_nan_gradient_ends_the_run_with_its_last_restore_point_intact(runs: Runs) -> None:
+    outcome = run(runs.spec("nan-fail", fault_injection=NAN_AT_5))
+    assert outcome.verdict is not None
+    assert outcome.verdict.kind == "TrainingError"
+    assert outcome.verdict.message.startswith("step 5: expected a finite gradient norm, got nan")
+    record = runs.newest("nan-fail")
+    assert 0 < record.step < 5
+    assert not record.finished
+    assert record.totals.attempts == 1  # a fatal verdict is not retried
+    assert verify_run(runs.store("nan-fail")).problems == []
+
+
+def test_a_nan_gradient_is_skipped_where_asked(runs: Runs) -> None:
+    status = run_whole(runs.spec("nan-skip", training={"on_nonfinite": "skip"}, fault_injection=NAN_AT_5)).status
+    assert {i.kind for i in status.incidents} >= {"fault injected", "skipped step"}
+    assert status.step == 8
+    assert np.isfinite(status.loss)
+
+
+@pytest.mark.parametrize("kind", ["param", "exp_avg"])
+def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
+    spec, node = runs.spec(f"poison-{kind}"), ray.get_runtime_context().get_node_id()
+    writer = ensure_writer(spec.storage, spec.name, uuid.uuid4().hex, node)
+    values = np.ones(1000, dtype=np.float32)
+    values[317] = np.nan
+    version = {"layer": "block-00", "step": 3, "epoch": 1, "attempt": 1}
+    meta = ShardMeta(run=spec.name, optimizer_step=3, rank=0, world_size=1, **version)
+    order = ShardOrder(version=VersionId(**version), rank=0, world_size=1, meta=meta, ranges=(), bytes=values.nbytes)
+    try:
+        ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)]))
+        report: WriterReport = ray.get(writer.poll.remote(0, []))
+        (outcome,) = report.outcomes
+        assert (outcome.poisoned, outcome.shard) == (True, None)
+        assert (
+            outcome.problem
+            == f"block-00 at step 3: 1 non-finite value(s) in {kind} of w; not stored over a good version"
+        )
+        with pytest.raises(ObjectNotFoundError):
+            runs.store(spec.name).size(keys.shard(**version, rank=0, world_size=1))
+        assert ray.get(writer.poll.remote(-1, [(outcome.version, 0)])).outcomes == ()
+    finally:
+        ray.kill(writer)

@@ -1,0 +1,87 @@
+"""Catalog records of a run with layers of 100 bytes, made up by tests."""
+
+from typing import Any
+
+from storage import keys
+from storage.records import (
+    BASE,
+    BaseVersion,
+    ElementRange,
+    EpochClaim,
+    LayerFacts,
+    Manifest,
+    ProcessId,
+    Record,
+    ShardRef,
+    VersionId,
+    VersionRef,
+)
+
+LAYER_BYTES = 100
+HERE = ProcessId(host="h", boot_id="b", pid=1, started="1")
+
+
+def facts(*names: str, frozen: tuple[str, ...] = ()) -> tuple[LayerFacts, ...]:
+    """Facts of the layers `names`."""
+    return tuple(LayerFacts(name=name, bytes=LAYER_BYTES, frozen=name in frozen) for name in names)
+
+
+def ref(layer: str, step: int, *, attempt: int = 1, epoch: int = 1, digest: str = "d") -> VersionRef:
+    """What a record says of a stored version; the base version at step 0."""
+    if step == 0:
+        return BASE
+    key = keys.manifest(layer, step, epoch, attempt)
+    return VersionRef(
+        step=step, epoch=epoch, attempt=attempt, manifest_key=key, manifest_digest=digest, bytes=LAYER_BYTES
+    )
+
+
+def shard(version: VersionId, rank: int, world_size: int) -> ShardRef:
+    """The shard of `rank`, cut evenly."""
+    first, end = (LAYER_BYTES * r // world_size for r in (rank, rank + 1))
+    return ShardRef(
+        key=keys.shard(**version.model_dump(), rank=rank, world_size=world_size),
+        rank=rank,
+        bytes=end - first,
+        digest="d",
+        ranges=(ElementRange(tensor="w", first=first, count=end - first),),
+    )
+
+
+def manifest(layer: str, step: int, *, world_size: int = 2) -> Manifest:
+    """A manifest of a version of epoch 1, attempt 1."""
+    version = VersionId(layer=layer, step=step, epoch=1, attempt=1)
+    return Manifest(
+        version=version,
+        world_size=world_size,
+        shards=tuple(shard(version, rank, world_size) for rank in range(world_size)),
+    )
+
+
+def record(layers: dict[str, VersionRef], *, epoch: int = 1, seq: int = 0, bound: int = 100, **more: Any) -> Record:
+    """The record of a restore point over `layers`."""
+    return Record(
+        epoch=epoch,
+        seq=seq,
+        step=max(version.step for version in layers.values()),
+        layers=layers,
+        facts=facts(*layers),
+        base=BaseVersion(source="model", digest="d"),
+        spec_fingerprint="f",
+        staleness_bound_steps=bound,
+        **more,
+    )
+
+
+def claim(driver: str = "driver", nonce: str = "nonce", **changes: Any) -> EpochClaim:
+    """A claim of whatever epoch is free."""
+    return EpochClaim(
+        epoch=0,
+        nonce=nonce,
+        driver=driver,
+        where=changes.pop("where", HERE),
+        claimed_at="2026-11-29T12:00:00+00:00",
+        spec={},
+        spec_fingerprint="f",
+        **changes,
+    )

@@ -1,0 +1,107 @@
+"""The journal: counters and stories that outlive an attempt, an epoch and the process."""
+
+import pytest
+
+from storage.journal import KEPT_INCIDENTS, Journal
+from storage.messages import Report
+from storage.records import Progress, Recovery, Totals
+from tests.helpers.records import record, ref
+
+
+def report(step: int, **changes) -> Report:
+    return Report(attempt=1, step=step, drifts={}, impacts=None, **changes)
+
+
+def recovery(attempt: int = 2) -> Recovery:
+    return Recovery(attempt=attempt, cause="died", restore_point=3, steps_lost=1, max_age=2, mean_age=1.0)
+
+
+def test_it_goes_on_from_a_record() -> None:
+    newest = record(
+        {"a": ref("a", 3)},
+        totals=Totals(ticks=3, bytes_written=70, attempts=2),
+        progress=Progress(step=4, loss=1.5, eval_losses=((2, 9.0),)),
+        recoveries=(recovery(),),
+    )
+    journal = Journal(newest)
+    journal.report(report(5, loss=1.0, tokens=10))
+    journal.wrote(30)
+    assert (journal.totals.ticks, journal.totals.bytes_written, journal.totals.attempts) == (4, 100, 2)
+    assert (journal.progress.step, journal.progress.loss, journal.progress.eval_losses) == (5, 1.0, ((2, 9.0),))
+    assert len(journal.recoveries) == 1
+
+
+@pytest.mark.parametrize(("standing", "ticks"), [({}, 1), ({"hold": True}, 0), ({"flush": True}, 0)])
+def test_only_steps_of_training_are_ticks(standing, ticks) -> None:
+    journal = Journal(None)
+    journal.report(report(1, **standing))
+    assert journal.totals.ticks == ticks
+
+
+def test_steps_redone_replace_their_held_out_losses() -> None:
+    journal = Journal(None)
+    for step, loss in ((2, 3.0), (4, 2.0), (4, 2.5)):
+        journal.report(report(step, eval_loss=loss))
+    assert journal.progress.eval_losses == ((2, 3.0), (4, 2.5))
+    journal.report(report(2, eval_loss=3.1))  # after a recovery from before step 2
+    assert journal.progress.eval_losses == ((2, 3.1),)
+
+
+def test_a_loss_that_a_report_lacks_is_remembered() -> None:
+    journal = Journal(None)
+    journal.report(report(1, loss=2.0))
+    journal.report(report(1, hold=True))
+    assert journal.progress.loss == 2.0
+
+
+def test_a_recovery_takes_until_the_first_step_after_it() -> None:
+    journal = Journal(None)
+    journal.report(report(4))
+    journal.attempt_began(None)
+    journal.attempt_began(recovery())
+    assert journal.recoveries[-1].seconds is None
+    journal.report(report(4))
+    assert journal.recoveries[-1].seconds is not None
+    seconds = journal.recoveries[-1].seconds
+    journal.report(report(5))
+    assert journal.recoveries[-1].seconds == seconds
+    assert journal.totals.attempts == 2
+
+
+def test_attempts_without_a_commit_are_counted_until_one() -> None:
+    journal = Journal(None)
+    journal.attempt_began(None)
+    journal.attempt_began(recovery())
+    assert journal.totals.attempts_without_commit == 2
+    journal.progressed()
+    assert (journal.totals.attempts_without_commit, journal.totals.attempts) == (0, 2)
+
+
+def test_incidents_are_noted_once_and_bounded() -> None:
+    journal = Journal(None)
+    for _ in range(3):
+        journal.incident("store", "503")
+    assert [(i.kind, i.what, i.step) for i in journal.incidents] == [("store", "503", 0)]
+    for number in range(KEPT_INCIDENTS + 50):
+        journal.incident("store", str(number))
+    assert len(journal.incidents) == KEPT_INCIDENTS
+    assert journal.incidents[-1].what == str(KEPT_INCIDENTS + 49)
+
+
+def test_timings_of_ticks_and_steps() -> None:
+    journal = Journal(None)
+    assert journal.snapshot().tick_seconds_median is None
+    for step in range(1, 101):
+        journal.report(report(step, tick_seconds=step / 1000, step_seconds=1.0))
+    progress = journal.snapshot()
+    assert progress.tick_seconds_median == pytest.approx(0.0505)
+    assert progress.tick_seconds_p99 == pytest.approx(0.1)
+    assert progress.step_seconds_median == 1.0
+
+
+def test_rates() -> None:
+    journal = Journal(None)
+    assert (journal.tokens_per_s(), journal.bytes_per_s()) == (0.0, 0.0)
+    journal.report(report(1, tokens=500))
+    journal.wrote(2000)
+    assert (journal.tokens_per_s(), journal.bytes_per_s()) == (500.0, 2000.0)

@@ -1,0 +1,159 @@
+"""Restore of a composite from shards that other world sizes wrote, and what happens when one cannot be read."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from storage import keys
+from storage.catalog import Catalog
+from storage.local_store import LocalStore
+from storage.messages import LayerPlan, RestorePlan
+from storage.records import BASE, Manifest, ShardRef, VersionId
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.shard_writer import write_shard
+from tests.unit.workers.models import tiny
+from workers.layers import Layer, find_layers
+from workers.optimizer import build_optimizer
+from workers.options import TrainingOptions
+from workers.restore import readers, restore
+from workers.slices import cut
+from workers.snapshot import Snapshotter
+from workers.state import slice_tensors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    meeting = tmp_path_factory.mktemp("group") / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Trained:
+    """A tiny model after two optimizer steps, and a way to store its layers."""
+
+    def __init__(self, seed: int, steps: int = 2) -> None:
+        self.model = tiny("llama-tied", seed)
+        self.optimizer = build_optimizer(self.model, TrainingOptions(steps=9, learning_rate=1e-2))
+        for step in range(steps):
+            torch.manual_seed(step)
+            ids = torch.randint(0, 96, (2, 8))
+            self.model(input_ids=ids, labels=ids).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.layers = {layer.name: layer for layer in find_layers(self.model)}
+
+    def store(self, store: LocalStore, layer: Layer, step: int, world_size: int) -> LayerPlan:
+        version = VersionId(layer=layer.name, step=step, epoch=1, attempt=1)
+        shards = []
+        for rank in range(world_size):
+            part = cut(layer, self.model, rank, world_size)
+            meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version.model_dump())
+            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
+            tensors: list[ShardTensor] = []
+            Snapshotter(CPU).take(slice_tensors(part, layer, self.model, self.optimizer), tensors.extend)
+            summary = write_shard(store, key, meta, tensors)
+            shards.append(ShardRef(key=key, rank=rank, bytes=summary.bytes, digest=summary.digest, ranges=part.ranges))
+        manifest = Manifest(version=version, world_size=world_size, shards=tuple(shards))
+        return LayerPlan(ref=Catalog(store).write_manifest(manifest), manifest=manifest)
+
+    def state(self, layer: Layer) -> list[torch.Tensor]:
+        return [
+            part.tensor.clone()
+            for part in slice_tensors(cut(layer, self.model, 0, 1), layer, self.model, self.optimizer)
+        ]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def plan(layers: dict[str, LayerPlan], step: int) -> RestorePlan:
+    return RestorePlan(attempt=2, step=step, layers=layers, writers={})
+
+
+def run(wanted: RestorePlan, store: LocalStore, target: Trained, ask=lambda bad: None) -> RestorePlan:
+    return restore(wanted, store, target.layers, target.model, target.optimizer, CPU, None, ask)
+
+
+def test_a_composite_of_steps_and_world_sizes_comes_back_bit_for_bit(store: LocalStore) -> None:
+    old, new, target = Trained(1, steps=1), Trained(1, steps=3), Trained(1, steps=0)
+    names = list(target.layers)
+    sources = {names[0]: (old, 1, 3), names[1]: (new, 3, 2)}  # the last layer stays at its base version
+    layers = {
+        name: source.store(store, source.layers[name], step, world) for name, (source, step, world) in sources.items()
+    }
+    layers[names[2]] = LayerPlan(ref=BASE, manifest=None)
+    untouched = target.state(target.layers[names[2]])
+    run(plan(layers, 3), store, target)
+    for name, (source, _, _) in sources.items():
+        assert same(target.state(target.layers[name]), source.state(source.layers[name])), name
+    assert same(target.state(target.layers[names[2]]), untouched)
+
+
+def test_unreadable_shards_are_told_and_replaced_before_anything_is_filled(store: LocalStore) -> None:
+    good, bad, target = Trained(1, steps=1), Trained(1, steps=3), Trained(1, steps=0)
+    name = next(iter(target.layers))
+    previous, newest = good.store(store, good.layers[name], 1, 2), bad.store(store, bad.layers[name], 3, 2)
+    assert newest.manifest is not None
+    broken = newest.manifest.shards[1].key
+    damaged = bytearray(store.read(broken))
+    damaged[len(damaged) // 2] ^= 16
+    store.put(broken, bytes(damaged))
+    others = {other: LayerPlan(ref=BASE, manifest=None) for other in target.layers if other != name}
+    asked: list[dict[str, str]] = []
+
+    def ask(problems: dict[str, str]) -> RestorePlan | None:
+        asked.append(problems)
+        assert float(target.optimizer.state[next(iter(target.model.parameters()))]["step"]) == 0
+        return plan({**others, name: previous}, 1) if problems else None
+
+    done = run(plan({**others, name: newest}, 3), store, target, ask)
+    assert list(asked[0]) == [name]
+    assert broken in asked[0][name]
+    assert asked[1] == {}
+    assert done.step == 1
+    assert same(target.state(target.layers[name]), good.state(good.layers[name]))
+
+
+def test_a_manifest_that_lacks_a_shard_is_told(store: LocalStore) -> None:
+    source, target = Trained(1), Trained(1, steps=0)
+    name = next(iter(target.layers))
+    stored = source.store(store, source.layers[name], 2, 3)
+    assert stored.manifest is not None
+    holed = replace(stored, manifest=stored.manifest.model_copy(update={"shards": stored.manifest.shards[:2]}))
+    others = {other: LayerPlan(ref=BASE, manifest=None) for other in target.layers if other != name}
+    asked: list[dict[str, str]] = []
+    plans = [plan({**others, name: stored}, 2), None]
+
+    def ask(problems: dict[str, str]) -> RestorePlan | None:
+        asked.append(problems)
+        return plans.pop(0)
+
+    run(plan({**others, name: holed}, 2), store, target, ask)
+    assert "do not hold all of" in asked[0][name]
+    assert same(target.state(target.layers[name]), source.state(source.layers[name]))
+
+
+def test_every_object_has_one_reader_and_the_load_is_even(store: LocalStore) -> None:
+    source = Trained(1)
+    layers = {name: source.store(store, layer, 2, 4) for name, layer in source.layers.items()}
+    wanted = plan(layers, 2)
+    assigned = readers(wanted, 3)
+    sizes = {
+        shard.key: shard.bytes for planned in layers.values() if planned.manifest for shard in planned.manifest.shards
+    }
+    load = [sum(size for key, size in sizes.items() if assigned[key] == rank) for rank in range(3)]
+    assert set(assigned) == set(sizes)
+    assert max(load) - min(load) <= max(sizes.values())
