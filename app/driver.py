@@ -59,14 +59,14 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     """
     resolved = resolve_paths(spec)
     check_spec(resolved)
-    for warning in fleeting_paths(resolved):
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     store = open_object_store(resolved.storage, resolved.name)
     record = check_run(spec, store)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
     prepared = prepare(resolved)
     check_store(spec, store, takeover=takeover)
+    for warning in fleeting_paths(resolved):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with interruptible(), _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
     if outcome.verdict is None and spec.export is not None:

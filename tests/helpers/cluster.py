@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine, ended by the ids of the processes started, and a tiny job to run there."""
+"""A real Ray head on this machine, ended by the ids of its own processes, and a tiny project to submit to it."""
 
 import os
 import secrets

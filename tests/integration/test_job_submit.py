@@ -72,7 +72,6 @@ def test_job_is_stopped_and_goes_on_when_submitted_again(head: RayHead, project:
     assert recovery.restore_point >= stopped.restore_point
     assert "submitted again" in recovery.cause
     assert verify_run(store).problems == []
-    copies = head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*")
-    carried = {path.name for copy in copies for path in copy.iterdir()}
+    carried = {path.name for path in head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*/*")}
     assert {"app", "workers", "storage", "job"} <= carried
     assert not {".venv", "runs", ".git"} & carried
