@@ -100,7 +100,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
     except ConnectionError as error:
         raise SpecError(
             f"RAY_ADDRESS: expected the address of a Ray cluster that lets this job in, got {address!r}: "
-            f"{' '.join(str(error).split())[:200]}; correct it, or set RAY_AUTH_MODE and the token as `ray start` had them"
+            f"{' '.join(str(error).split())[:200]}; correct it, or set RAY_AUTH_MODE and token as `ray start` had them"
         ) from error
 
 

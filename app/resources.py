@@ -38,8 +38,8 @@ def check_cluster() -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
         raise SpecError(
-            f"RAY_ADDRESS: expected the address of a running Ray cluster, got {address!r}, where nothing answers ({error}); "
-            "start one, correct it, or unset it to run on this machine"
+            f"RAY_ADDRESS: expected the address of a running Ray cluster, got {address!r}, where nothing answers "
+            f"({error}); start one, correct it, or unset it to run on this machine"
         ) from error
 
 

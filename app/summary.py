@@ -29,7 +29,8 @@ def layer_table(status: RunStatus) -> RenderableType:
     for heading in ("step", "age", "stored"):
         table.add_column(heading, justify="right")
     for layer in status.layers:
-        table.add_row(Text(layer.name), str(layer.step), str(layer.age), decimal(layer.bytes) if layer.bytes else "base")
+        stored = decimal(layer.bytes) if layer.bytes else "base"
+        table.add_row(Text(layer.name), str(layer.step), str(layer.age), stored)
     return table
 
 
