@@ -76,7 +76,7 @@ class RayHead:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=150,
+            timeout=300,
         )
 
 
