@@ -1,15 +1,20 @@
 """Stored objects damaged between two submissions: the run falls back, says so and finishes, or names what is broken."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from app.job_spec import JobSpec
 from storage.catalog import Catalog
-from storage.records import Record, VersionRef
+from storage.object_store import ObjectStore, open_object_store
+from storage.records import Record
 from tests.helpers.runs import Runs, run, run_whole
 
 pytestmark = pytest.mark.slow
+
+STEPS = 12
 
 
 def truncate(path: Path) -> None:
@@ -22,61 +27,76 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def interrupted(runs: Runs, name: str, **checkpoint: object) -> Record:
-    """Submit a run that ends with a failure in the middle; returns the restore point it left."""
-    fault = {"rank": 1, "step": 9, "point": "forward", "action": "raise"}
-    first = run(
-        runs.spec(
-            name, training={"steps": 12}, checkpoint=checkpoint, fault_injection=[fault], failures={"max_failures": 0}
-        )
-    )
-    assert first.verdict is not None
-    left = runs.newest(name)
-    assert left.step > 1
-    assert not left.finished
-    return left
+DAMAGES: tuple[Callable[[Path], None], ...] = (truncate, flip_a_bit, Path.unlink)
 
 
-def newest_version(record: Record) -> tuple[str, VersionRef]:
-    return max(record.layers.items(), key=lambda item: (item[1].step, item[0]))
+def spec_of(runs: Runs, mode: str, **sections: object) -> JobSpec:
+    return runs.spec(f"interrupted-{mode}", training={"steps": STEPS}, checkpoint={"mode": mode}, **sections)
 
 
-def shard_path(runs: Runs, name: str, ref: VersionRef) -> Path:
-    store = runs.store(name)
-    return Path(store.url) / Catalog(store).read_manifest(ref).shards[1].key
+class Left:
+    """Copies of what a run left that failed in the middle."""
+
+    def __init__(self, runs: Runs, mode: str) -> None:
+        self._runs, self._mode = runs, mode
+        fault = {"rank": 1, "step": 9, "point": "forward", "action": "raise"}
+        first = run(spec_of(runs, mode, fault_injection=[fault], failures={"max_failures": 0}))
+        assert first.verdict is not None
+        self.record: Record = runs.newest(f"interrupted-{mode}")
+        assert 1 < self.record.step < STEPS
+
+    def copy(self, to: Path) -> tuple[JobSpec, ObjectStore]:
+        """The run, moved to another storage folder, as a spec to submit again."""
+        shutil.copytree(self._runs.folder / "runs" / f"interrupted-{self._mode}", to / f"interrupted-{self._mode}")
+        spec = spec_of(self._runs, self._mode, storage={"url": str(to)})
+        return spec, open_object_store(spec.storage, spec.name)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-def test_a_damaged_shard_falls_back_to_the_version_before(runs: Runs, damage: Callable[[Path], None]) -> None:
-    name = f"damaged-{damage.__name__}"
-    left = interrupted(runs, name)
-    layer, ref = newest_version(left)
-    path = shard_path(runs, name, ref)
-    damage(path)
-    status = run_whole(runs.spec(name, training={"steps": 12})).status
-    told = [i.what for i in status.incidents if i.kind == "unreadable version"]
-    assert [what for what in told if layer in what and path.name in what], status.incidents
-    restored = next(r for r in Catalog(runs.store(name)).restorable().records if r.layers)
-    assert restored.step == 12
-    assert status.recoveries[-1].attempt == 2
+@pytest.fixture(scope="module")
+def adaptive(runs: Runs) -> Left:
+    return Left(runs, "adaptive")
 
 
-def test_in_mode_full_it_falls_back_to_the_restore_point_before(runs: Runs) -> None:
-    left = interrupted(runs, "damaged-full", mode="full")
-    _, ref = newest_version(left)
-    truncate(shard_path(runs, "damaged-full", ref))
-    status = run_whole(runs.spec("damaged-full", training={"steps": 12}, checkpoint={"mode": "full"})).status
-    assert "unreadable version" in {i.kind for i in status.incidents}
-    assert status.step == 12
+@pytest.fixture(scope="module")
+def full(runs: Runs) -> Left:
+    return Left(runs, "full")
 
 
-def test_when_nothing_can_be_read_the_object_is_named(runs: Runs) -> None:
-    interrupted(runs, "all-gone")
-    root = Path(runs.store("all-gone").url)
-    for path in root.glob("layers/**/*.arrow"):
+def test_damaged_shards_fall_back_to_the_versions_before(adaptive: Left, tmp_path: Path) -> None:
+    spec, store = adaptive.copy(tmp_path)
+    stored = [(name, ref) for name, ref in adaptive.record.layers.items() if ref.manifest_key is not None]
+    struck = {}
+    for (layer, ref), damage in zip(sorted(stored, key=lambda item: -item[1].step), DAMAGES, strict=False):
+        struck[layer] = Path(store.url) / Catalog(store).read_manifest(ref).shards[1].key
+        damage(struck[layer])
+    assert len(struck) == len(DAMAGES)
+    status = run_whole(spec).status
+    told = "\n".join(incident.what for incident in status.incidents if incident.kind == "unreadable version")
+    for layer, path in struck.items():
+        assert f"{layer} at step" in told
+        assert str(path.relative_to(store.url)) in told
+    assert status.step == STEPS
+    assert (status.attempts, len(status.recoveries)) == (2, 1)
+
+
+def test_in_mode_full_a_damaged_shard_falls_back_to_the_restore_point_before(full: Left, tmp_path: Path) -> None:
+    spec, store = full.copy(tmp_path)
+    ref = full.record.layers["block-01"]
+    truncate(Path(store.url) / Catalog(store).read_manifest(ref).shards[0].key)
+    status = run_whole(spec).status
+    assert [i.what for i in status.incidents if i.kind == "unreadable version" and "block-01" in i.what]
+    assert status.step == STEPS
+
+
+def test_when_nothing_can_be_read_the_object_is_named(full: Left, tmp_path: Path) -> None:
+    spec, store = full.copy(tmp_path)
+    for path in Path(store.url).glob("layers/**/*.arrow"):
         path.unlink()
-    # Base versions stay readable, so the run could go on from step 0 if a record still named them; none does.
-    outcome = run(runs.spec("all-gone", training={"steps": 12}))
+    for path in Path(store.url).glob("catalog/records/**/*.json"):
+        # The first restore point is the base version, which needs no object: without it nothing is left.
+        if Record.from_bytes(str(path), path.read_bytes()).step == 0:
+            path.unlink()
+    outcome = run(spec)
     assert outcome.verdict is not None
     assert outcome.verdict.kind == "RestoreError"
     assert "layers/" in outcome.verdict.message

@@ -29,11 +29,10 @@ def check_consistent(store: ObjectStore) -> Record:
     return records[0]
 
 
-@pytest.mark.parametrize("mode", ["adaptive", "full"])
-def test_checkpoint_actor_killed(runs: Runs, mode: str) -> None:
-    name = f"actor-killed-{mode}"
+def test_checkpoint_actor_killed(runs: Runs) -> None:
+    name = "actor-killed"
     store = runs.store(name)
-    with running(runs.spec(name, training=LONG, checkpoint={"mode": mode})) as job:
+    with running(runs.spec(name, training=LONG)) as job:
         wait_for_step(store, 5, job)
         kill(actor_process("CheckpointActor"))
         wait_until("the next epoch", lambda: Catalog(store).newest_claim().epoch == 2, future=job)
