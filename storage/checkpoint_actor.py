@@ -380,6 +380,11 @@ class CheckpointActor:
         order = Order(decision=number, epoch=self._epoch, attempt=self._attempt, layers=layers) if layers else None
         if order is None and (report.hold or report.flush):
             await self._next_commit()
+        if (
+            report.hold
+            and report.step + self._options.interval_steps - self._ledger.committed.step <= self._options.max_lag
+        ):
+            self._state = "training"
         return Reply(order=order, restore_point=self._ledger.committed.step, whole_at=self._whole_at())
 
     async def _next_commit(self) -> None:
