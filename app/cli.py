@@ -118,6 +118,8 @@ def _store(args: argparse.Namespace) -> ObjectStore:
 def _show(args: argparse.Namespace, document: object, text: RenderableType) -> None:
     if args.json:
         print(json.dumps(document, indent=2))
+    elif isinstance(text, str):
+        print(text)
     else:
         Console().print(text)
 

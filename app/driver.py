@@ -59,14 +59,14 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     """
     resolved = resolve_paths(spec)
     check_spec(resolved)
-    for warning in fleeting_paths(resolved):
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     store = open_object_store(resolved.storage, resolved.name)
     record = check_run(spec, store)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
     prepared = prepare(resolved)
     check_store(spec, store, takeover=takeover)
+    for warning in fleeting_paths(resolved):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with interruptible(), _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
     if outcome.verdict is None and spec.export is not None:
@@ -99,8 +99,9 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
         raise SpecError(
-            f"RAY_ADDRESS: expected the address of a running Ray cluster, got {address!r}, where none answers; start "
-            "one, correct it, or unset it to run on this machine"
+            f"RAY_ADDRESS: expected the address of a Ray cluster that lets this job in, got {address!r}: "
+            f"{' '.join(str(error).split())[:200]}; "
+            "correct it, or set RAY_AUTH_MODE and the token as `ray start` had them"
         ) from error
 
 
@@ -152,6 +153,12 @@ def _answer(call: Any) -> Any:
         if isinstance(error.cause, LayerCheckError):
             raise error.cause from None
         raise
+    except ray.exceptions.RayActorError as error:
+        reason = str(error).strip().splitlines()[-1][:200]
+        raise LayerCheckError(
+            f"the CheckpointActor could not be started: {reason}; give the cluster this project's code and packages "
+            "(`ray job submit --working-dir .` from the project's folder)"
+        ) from error
 
 
 def _half_the_object_store() -> int:
@@ -230,7 +237,7 @@ def _progress(actor: Any, spec: JobSpec, total_steps: int, console: Console) -> 
         while not done.wait(PROGRESS_S):
             try:
                 live = ray.get(actor.live.remote(), timeout=PROGRESS_S)
-                waiting = shortage(spec.scaling) if live.state in ("starting", "recovering") else None
+                lacking = shortage(spec.scaling, ray.cluster_resources())
             except (ray.exceptions.RayError, TimeoutError):
                 continue  # the actor is being restarted
             display.update(
@@ -242,7 +249,7 @@ def _progress(actor: Any, spec: JobSpec, total_steps: int, console: Console) -> 
                     restore_point=live.restore_point,
                     max_age=live.max_age,
                     bytes_per_s=live.bytes_per_s,
-                    state=waiting or live.state,
+                    state=lacking if lacking and live.state in ("starting", "recovering") else live.state,
                 )
             )
 

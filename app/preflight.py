@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.export import check_export_folder
 from app.job_spec import JobSpec
-from app.resources import check_gpus
+from app.resources import check_cluster, check_gpus
 from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
 from storage.decision import smallest_write_budget
@@ -49,6 +49,7 @@ def check_spec(spec: JobSpec) -> None:
     """
     check_budget(spec.checkpoint)
     check_gpus(spec.scaling)
+    check_cluster()
     if spec.export is not None:
         check_export_folder("export", Path(spec.export))
 

@@ -10,7 +10,10 @@ from app.status import RunStatus
 
 
 def summary(status: RunStatus) -> RenderableType:
-    """Outcome of a run: figures, every recovery, incidents. Fits 80 columns, needs no terminal."""
+    """Outcome of a run: figures, every recovery, incidents. Fits 80 columns, needs no terminal.
+
+    What comes from outside goes in as `Text`: rich would read `[/tmp]` in it as markup.
+    """
     parts: list[RenderableType] = [_figures(status)]
     if status.recoveries:
         parts += [Text(), _recoveries(status)]
@@ -26,7 +29,8 @@ def layer_table(status: RunStatus) -> RenderableType:
     for heading in ("step", "age", "stored"):
         table.add_column(heading, justify="right")
     for layer in status.layers:
-        table.add_row(layer.name, str(layer.step), str(layer.age), decimal(layer.bytes) if layer.bytes else "base")
+        stored = decimal(layer.bytes) if layer.bytes else "base"
+        table.add_row(Text(layer.name), str(layer.step), str(layer.age), stored)
     return table
 
 
@@ -34,7 +38,7 @@ def _figures(status: RunStatus) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("run", f"{status.run} ({'finished' if status.finished else 'not finished'})")
+    grid.add_row("run", Text(f"{status.run} ({'finished' if status.finished else 'not finished'})"))
     grid.add_row("steps", f"{status.step:,}, restore point at {status.restore_point:,}")
     grid.add_row(
         "layer age",
@@ -76,7 +80,7 @@ def _recoveries(status: RunStatus) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for recovery in status.recoveries:
         table.add_row(
-            recovery.cause,
+            Text(recovery.cause),
             f"{recovery.restore_point:,}",
             str(recovery.steps_lost),
             f"{recovery.mean_age:.1f}",
@@ -92,5 +96,5 @@ def _incidents(status: RunStatus) -> Table:
     table.add_column("kind", no_wrap=True)
     table.add_column("what", overflow="fold")
     for incident in status.incidents:
-        table.add_row(f"{incident.step:,}", incident.kind, incident.what)
+        table.add_row(f"{incident.step:,}", incident.kind, Text(incident.what))
     return table

@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine, ended by the ids of the processes started, and a tiny job to run there."""
+"""A real Ray cluster on this machine, ended by the ids of its own processes, and a tiny project to submit to it."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,14 @@ def wait_for(what: str, condition: Callable[[], bool], seconds: float = START_S)
 
 @dataclass(frozen=True)
 class RayHead:
-    """A `ray start --head` with token authentication."""
+    """A `ray start --head` with token authentication, and the nodes that joined it."""
 
     address: str
     """URL of its job server."""
     token: Path
     temp_dir: Path
+    nodes: tuple[psutil.Process, ...]
+    """`ray start` of each node beside the head."""
 
     def ray(self, *arguments: str, cwd: Path | None = None, token: bool = True) -> subprocess.CompletedProcess[str]:
         """Run Ray's command line against this head, with its token or without any."""
@@ -74,7 +76,7 @@ class RayHead:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=150,
+            timeout=300,
         )
 
 
@@ -84,27 +86,41 @@ def _clean_environment() -> dict[str, str]:
 
 
 @contextmanager
-def ray_head(cpus: int) -> Iterator[RayHead]:
-    """Start a head on free ports; on leaving end its processes, and no others."""
+def ray_cluster(nodes: int) -> Iterator[RayHead]:
+    """Start a head without CPUs, as cluster.yaml has it, and `nodes` with one CPU each; on leaving end their processes,
+    and no others."""
     temp_dir = Path(tempfile.mkdtemp(prefix="lc", dir="/tmp"))  # short: Ray puts Unix sockets below it
     token = temp_dir / "token"
     token.write_text(secrets.token_hex(32))
     gcs, dashboard, client = free_ports(3)
-    head = RayHead(f"http://127.0.0.1:{dashboard}", token, temp_dir)
-    options = {
-        "port": gcs,
-        "dashboard-port": dashboard,
-        "ray-client-server-port": client,
-        "dashboard-agent-listen-port": 0,
-        "num-cpus": cpus,
-        "object-store-memory": 200_000_000,
-        "temp-dir": temp_dir,
+    with ExitStack() as started:
+        started.callback(shutil.rmtree, temp_dir, ignore_errors=True)
+        ports = {"port": gcs, "dashboard-port": dashboard, "ray-client-server-port": client}
+        head = started.enter_context(_started(temp_dir, "--head", **ports, **{"temp-dir": temp_dir, "num-cpus": 0}))
+        url = f"http://127.0.0.1:{dashboard}"
+        wait_for("the head answers", lambda: _answers(head, url))
+        address = f"--address=127.0.0.1:{gcs}"
+        others = []
+        for _ in range(nodes):
+            others.append(started.enter_context(_started(temp_dir, address, **{"num-cpus": 1})))
+            wait_for("the node runs", lambda: _blocks(temp_dir, others))
+        yield RayHead(url, token, temp_dir, tuple(others))
+
+
+@contextmanager
+def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.Process]:
+    """`ray start --block` in a session of its own; ended at once on leaving, with all that its raylet has started."""
+    options |= {"dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0}
+    options |= {"object-store-memory": 200_000_000}
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(temp_dir / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
-    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     settings |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # Ray's own 3 s are short on a loaded machine
-    with (temp_dir / "head.log").open("w") as log:
+    with (temp_dir / "start.log").open("a") as log:
         process = subprocess.Popen(
-            [str(RAY), "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())],
+            [str(RAY), "start", "--block", *flags, *(f"--{name}={value}" for name, value in options.items())],
             env=_clean_environment() | settings,
             cwd=temp_dir,
             stdout=log,
@@ -112,32 +128,42 @@ def ray_head(cpus: int) -> Iterator[RayHead]:
             start_new_session=True,
         )
     try:
-        wait_for("the head answers", lambda: _answers(process, head))
-        yield head
+        yield psutil.Process(process.pid)
     finally:
-        _end(process)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        if process.poll() is None:
+            descendants = psutil.Process(process.pid).children(recursive=True)
+            os.killpg(process.pid, signal.SIGKILL)  # on SIGTERM it drains for 30 s
+            process.wait()
+            for left in psutil.wait_procs(descendants, timeout=10)[1]:
+                left.kill()
 
 
-def _answers(process: subprocess.Popen[bytes], head: RayHead) -> bool:
-    assert process.poll() is None, (head.temp_dir / "head.log").read_text()
+def processes_of(node: psutil.Process, title: str) -> list[psutil.Process]:
+    """Living processes of a node whose command line has `title` in it."""
+    found = []
+    for process in node.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if title in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _blocks(temp_dir: Path, nodes: list[psutil.Process]) -> bool:
+    """Whether `ray start` has started every process of the nodes, and says that it blocks now."""
+    log = (temp_dir / "start.log").read_text()
+    assert all(node.status() != psutil.STATUS_ZOMBIE for node in nodes), log
+    return log.count("will now block forever") == len(nodes) + 1  # and the head
+
+
+def _answers(head: psutil.Process, url: str) -> bool:
+    assert head.is_running(), "`ray start --head` has ended"
     try:
-        urllib.request.urlopen(f"{head.address}/api/version", timeout=5)
+        urllib.request.urlopen(f"{url}/api/version", timeout=5)
     except urllib.error.HTTPError as refused:
         return refused.code == 401
     except OSError:
         return False
     raise AssertionError("the head answers without a token")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the head's process group at once (on SIGTERM it drains for 30 s), and what its raylet has started."""
-    if process.poll() is None:
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGKILL)  # the group is the session that the process was started in
-        process.wait()
-        for left in psutil.wait_procs(descendants, timeout=10)[1]:
-            left.kill()
 
 
 def free_ports(count: int) -> list[int]:

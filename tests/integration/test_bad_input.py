@@ -152,6 +152,14 @@ def test_layers_that_are_too_big_to_hand_over_are_refused(here: Path, capsys: py
     assert_says(line, "checkpoint.mode: full hands over [0-9]+ bytes at once, the limit per node is 1000")
 
 
+def test_an_address_without_a_cluster_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    line = refused(here, capsys, "run", "job.yaml")
+    assert_says(line, "RAY_ADDRESS: expected the address of a running Ray cluster, got '127.0.0.1:9', where nothing")
+
+
 def test_a_missing_spec_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_says(refused(here, capsys, "run", "none.yaml"), "none.yaml: no such file; expected the path of a job spec")
 

@@ -1,4 +1,4 @@
-"""`ray start --head` and `ray job submit` as a user does them, with token authentication on."""
+"""`ray start` and `ray job submit` as a user does them: token authentication on, two nodes with one worker each."""
 
 import re
 import sys
@@ -10,18 +10,18 @@ import pytest
 from app.status import read_status
 from app.verify import verify_run
 from storage.catalog import Catalog
-from storage.object_store import open_object_store
+from storage.object_store import ObjectStore, open_object_store
 from storage.options import StorageOptions
-from tests.helpers.cluster import RayHead, ray_head, tiny_project, wait_for
+from tests.helpers.cluster import RayHead, processes_of, ray_cluster, tiny_project, wait_for
 
 STEPS = 200
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    with ray_head(cpus=2) as started:
+    with ray_cluster(nodes=2) as started:
         yield started
 
 
@@ -35,44 +35,63 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def submit(head: RayHead, project: Path, *arguments: str, storage: Path, token: bool = True) -> tuple[int, str]:
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    """Where the project's run is stored."""
+    return open_object_store(StorageOptions(url=str(tmp_path / "store")), "tiny")
+
+
+def submit(head: RayHead, project: Path, *arguments: str, token: bool = True) -> tuple[int, str]:
     """Exit code and output of `ray job submit` of the project's job."""
-    command = [sys.executable, "-m", "app", "run", "job/job.yaml", "--set", f"storage.url={storage}"]
+    command = [sys.executable, "-m", "app", "run", "job/job.yaml", "--set", f"storage.url={project.parent / 'store'}"]
     done = head.ray("job", "submit", "--working-dir", ".", *arguments, "--", *command, cwd=project, token=token)
     return done.returncode, done.stdout
 
 
-def test_job_without_token_is_refused(head: RayHead, project: Path, tmp_path: Path) -> None:
-    code, output = submit(head, project, storage=tmp_path / "store", token=False)
+def wait_until_restorable(store: ObjectStore, step: int) -> None:
+    def restorable() -> bool:
+        record = Catalog(store).newest_record()
+        return record is not None and record.step >= step
+
+    wait_for(f"a restore point at step {step} or later", restorable)
+
+
+def test_job_without_token_is_refused(head: RayHead, project: Path) -> None:
+    code, output = submit(head, project, token=False)
     assert code != 0
     assert "Missing authentication token" in output
-    assert not (tmp_path / "store").exists()
+    assert not (project.parent / "store").exists()
 
 
-@pytest.mark.timeout(400)
-def test_job_is_stopped_and_goes_on_when_submitted_again(head: RayHead, project: Path, tmp_path: Path) -> None:
-    store = open_object_store(StorageOptions(url=str(tmp_path / "store")), "tiny")
-
-    code, output = submit(head, project, "--no-wait", "--submission-id", "first", storage=tmp_path / "store")
+def test_worker_killed_then_job_stopped_and_submitted_again(head: RayHead, project: Path, store: ObjectStore) -> None:
+    code, output = submit(head, project, "--no-wait", "--submission-id", "first")
     assert code == 0, output
-    wait_for("a restore point", lambda: (record := Catalog(store).newest_record()) is not None and record.step >= 5)
+    wait_until_restorable(store, 2)
+    assert [len(processes_of(node, "ray::ShardWriter")) for node in head.nodes] == [1, 1]
+    (worker,) = processes_of(head.nodes[0], "RayTrainWorker")
+    worker.kill()
+    killed_after = read_status(store).restore_point
+    wait_for("training goes on after the kill", lambda: read_status(store).restore_point > killed_after + 2)
     head.ray("job", "stop", "first")
     stopped = read_status(store)
-    assert 5 <= stopped.restore_point < STEPS, "stopped too late to show anything"
-    assert "error: interrupted; run the same command again to resume" in head.ray("job", "logs", "first").stdout
+    assert stopped.restore_point < STEPS, "stopped too late to show anything"
+    assert "run the same command again to go on" in head.ray("job", "logs", "first").stdout
 
-    code, output = submit(head, project, storage=tmp_path / "store")
+    code, output = submit(head, project)
     assert code == 0, output
     assert re.search(rf"steps +{STEPS}, restore point at {STEPS}", output), output
     assert "warning: storage.url" not in output
     finished = read_status(store)
     assert finished.finished
     assert finished.epoch == stopped.epoch + 1
-    (recovery,) = finished.recoveries
-    assert recovery.restore_point >= stopped.restore_point
-    assert "submitted again" in recovery.cause
+    death, resubmission = finished.recoveries
+    assert "worker process died" in death.cause
+    assert death.max_age <= finished.staleness_bound_steps
+    assert "submitted again" in resubmission.cause
+    assert resubmission.restore_point >= stopped.restore_point
     assert verify_run(store).problems == []
-    copies = head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*")
-    carried = {path.name for copy in copies for path in copy.iterdir()}
+
+    wait_for("the ShardWriters end", lambda: not any(processes_of(node, "ray::ShardWriter") for node in head.nodes), 10)
+    carried = {path.name for path in head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*/*")}
     assert {"app", "workers", "storage", "job"} <= carried
     assert not {".venv", "runs", ".git"} & carried

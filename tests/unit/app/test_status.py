@@ -1,5 +1,6 @@
 """Figures of a status, and the summary made of them."""
 
+import io
 import json
 
 import pytest
@@ -130,3 +131,12 @@ def test_every_recovery_is_a_row(cell: str) -> None:
     text = _rendered(status_of("runs/quick", RECORD), 80)
     row = next(line for line in text.splitlines() if "14.3 s" in line)
     assert cell in row
+
+
+def test_what_looks_like_markup_is_shown_as_it_is() -> None:
+    told = "cannot write [/data/x]: [bold]no space"
+    record = RECORD.model_copy(update={"incidents": (Incident(step=1, kind="store", what=told),)})
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary(status_of("runs/[x]", record)))
+    assert told in out.getvalue()
+    assert "runs/[x]" in out.getvalue()
