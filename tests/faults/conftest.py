@@ -1,4 +1,4 @@
-"""One Ray session for all runs of this folder."""
+"""One Ray session for all runs of this folder, over before the next folder starts its own."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.runs import Runs, ray_session
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with ray_session():
         yield Runs(tmp_path_factory.mktemp("jobs"))

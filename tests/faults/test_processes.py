@@ -2,6 +2,7 @@
 
 import signal
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_shard_writer_killed(runs: Runs, mode: str) -> None:
 def test_a_slow_store_holds_training_at_max_lag(runs: Runs) -> None:
     name, max_lag = "slow-store", 4
     store = runs.store(name)
-    with running(runs.spec(name, training=LONG, checkpoint={"max_lag": max_lag})) as job:
+    with running(runs.spec(name, training=LONG, checkpoint={"max_lag": max_lag, "keep_restore_points": 200})) as job:
         wait_for_step(store, 5, job)
         writer = actor_process("ShardWriter")
         writer.send_signal(signal.SIGSTOP)
@@ -80,4 +81,7 @@ def test_a_slow_store_holds_training_at_max_lag(runs: Runs) -> None:
     assert job.result().verdict is None
     record = check_consistent(store)
     assert record.totals.attempts == 1
+    assert record.totals.held_seconds > 3
+    steps = sorted({point.step for point in Catalog(store).restorable().records})
+    assert max(after - before for before, after in pairwise(steps)) == max_lag, "it held too late, or too early"
     assert record.step == LONG["steps"]
