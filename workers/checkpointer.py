@@ -116,7 +116,8 @@ class Checkpointer:
         self._pending: ray.ObjectRef[Reply] | None = None
         self._carried: tuple[Order, int] | None = None
         self._hand_overs: deque[tuple[str, Any]] = deque()
-        self._needs_attempt_facts = self._settled = False
+        self._needs_attempt_facts = False
+        self._whole_at: int | None = None
         self._tokens = 0
         self._untold = _Untold()
         self._tick_seconds: float | None = None
@@ -207,7 +208,7 @@ class Checkpointer:
         Raises:
             RunStoppedError: the run must stop.
         """
-        while not self._settled:
+        while self._whole_at != step:
             self._tick(step, None, wait_s=STANDING_WAIT_S, flush=True)
         self._snapshotter.close()
         verdict = self._ask_actor("finish", step)
@@ -223,7 +224,7 @@ class Checkpointer:
         self._untold.failed_hand_overs |= failed
         reply = self._receive(wait_s)
         if reply is not None:
-            self._restore_point, self._settled = reply.restore_point, reply.whole_at == step
+            self._restore_point, self._whole_at = reply.restore_point, reply.whole_at
             self._needs_attempt_facts = reply.needs_attempt_facts
             if reply.order is not None:
                 self._carry_out(reply.order, step)
