@@ -66,13 +66,11 @@ class _Untold:
     step_seconds: float | None = None
     failed_hand_overs: frozenset[str] = frozenset()
 
-    def add(self, step: int, stats: StepStats, loss: float | None, tokens: int) -> None:
+    def add(self, stats: StepStats, loss: float | None, tokens: int) -> None:
         """A tick of training has happened, with these sums over all ranks."""
         self.ticks += 1
         self.tokens += tokens
         self.loss, self.step_seconds = loss, stats.seconds
-        if stats.eval_loss is not None:
-            self.eval_losses = (*self.eval_losses, (step, stats.eval_loss))
 
 
 class Checkpointer:
@@ -194,6 +192,8 @@ class Checkpointer:
             RunStoppedError: the run must stop.
         """
         self._tokens += stats.input_tokens
+        if stats.eval_loss is not None:
+            self._untold.eval_losses = (*self._untold.eval_losses, (step, stats.eval_loss))
         if step % self._options.interval_steps:
             return
         began = time.perf_counter()
@@ -220,7 +220,7 @@ class Checkpointer:
     ) -> None:
         sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
         if stats is not None:
-            self._untold.add(step, stats, loss_sum / label_tokens if label_tokens else None, tokens)
+            self._untold.add(stats, loss_sum / label_tokens if label_tokens else None, tokens)
         self._untold.failed_hand_overs |= failed
         reply = self._receive(wait_s)
         if reply is not None:
