@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from app.export import export_run
+from app.export import check_export_folder, export_run
 from app.interrupts import interruptible
 from app.job_spec import JobSpec
 from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
@@ -63,14 +63,16 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     record = check_run(spec, store)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
+    if resolved.export is not None:
+        check_export_folder("export", Path(resolved.export))
     prepared = prepare(resolved)
     check_store(spec, store, takeover=takeover)
     for warning in fleeting_paths(resolved):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with interruptible(), _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
-    if outcome.verdict is None and spec.export is not None:
-        export_run(store, Path(str(resolved.export)))
+    if outcome.verdict is None and resolved.export is not None:
+        export_run(store, Path(resolved.export))
     return outcome
 
 

@@ -5,11 +5,9 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from app.export import check_export_folder
 from app.job_spec import JobSpec
 from app.resources import check_cluster, check_gpus
 from app.spec_identity import differing_fields, public_dump
@@ -45,13 +43,11 @@ def check_spec(spec: JobSpec) -> None:
     """Check what needs neither the store nor the model.
 
     Raises:
-        SpecError: the budget cannot keep the bound, this machine cannot run the job, or the export has no place.
+        SpecError: the budget cannot keep the bound, or this machine cannot run the job.
     """
     check_budget(spec.checkpoint)
     check_gpus(spec.scaling)
     check_cluster()
-    if spec.export is not None:
-        check_export_folder("export", Path(spec.export))
 
 
 def check_run(spec: JobSpec, store: ObjectStore) -> Record | None:
