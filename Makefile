@@ -3,6 +3,8 @@
 .PHONY: help setup quickstart test lint bench
 
 PYTHON ?= python3.11
+MODEL ?= models/smollm2
+DATA ?= data/gsm8k/train.jsonl
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -31,5 +33,5 @@ lint: setup ## format check, ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## run the main job's benchmark and record it under benchmarks/results/
-	$(BIN)/python -m benchmarks.main_job
+bench: setup ## run the main job's benchmark on MODEL= and DATA=, record it under benchmarks/results/
+	$(BIN)/python -m benchmarks.main_job --model $(MODEL) --data $(DATA)
