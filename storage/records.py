@@ -147,7 +147,8 @@ class Progress(Stored):
 
     step: NonNegative = 0
     loss: float | None = None
-    eval_losses: tuple[tuple[int, float], ...] = ()
+    eval_losses: tuple[tuple[int, float | None], ...] = ()
+    """(step, held-out loss); JSON has no NaN or infinity, so null stands for a loss that was not finite."""
     step_seconds_median: float | None = None
     tick_seconds_median: float | None = None
     tick_seconds_p99: float | None = None
