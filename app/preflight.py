@@ -88,8 +88,6 @@ def prepare(spec: JobSpec) -> Prepared:
     model = build_meta_model(spec.model)
     layers = find_layers(model, spec.model.layers)
     full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
-    if full_bytes == 0:
-        raise SpecError(f"model.freeze: expected something left to train, got {spec.model.freeze}; freeze less")
     if spec.checkpoint.in_flight_bytes is not None:
         check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage.errors import CorruptObjectError
 
-FORMAT_VERSION = 1
 NonNegative = Annotated[int, Field(ge=0)]
 
 
