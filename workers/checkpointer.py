@@ -6,7 +6,6 @@ except where training must stand still.
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from storage.errors import LayerCheckError
-from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, ShardOrder, Verdict
+from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, Verdict
 from storage.object_store import ObjectStore
 from storage.options import CheckpointOptions
-from storage.records import BaseVersion, LayerFacts, VersionId
-from storage.shard_format import ShardMeta, ShardTensor
-from storage.writer_actor import NAMESPACE
+from storage.records import BaseVersion, LayerFacts
 from workers.delta import DeltaMeter, drifts_and_impacts
 from workers.faults import FaultInjector
+from workers.hand_over import HandOvers
 from workers.layers import Layer
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
@@ -108,12 +106,9 @@ class Checkpointer:
         self._snapshotter = Snapshotter(device)
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
-        self._writer_name = ""
-        self._writer: Any = None
         self._restore_point = 0
         self._pending: ray.ObjectRef[Reply] | None = None
         self._carried: tuple[Order, int] | None = None
-        self._hand_overs: deque[tuple[str, Any]] = deque()
         self._needs_attempt_facts = False
         self._whole_at: int | None = None
         self._tokens = 0
@@ -134,7 +129,8 @@ class Checkpointer:
         if not isinstance(answer, RestorePlan):
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
-        self._writer_name = answer.writers[ray.get_runtime_context().get_node_id()]
+        writer = answer.writers[ray.get_runtime_context().get_node_id()]
+        self._hand_overs = HandOvers(writer, self._run, self._slices, self._faults)
         self._faults.begin(answer.attempt)
         self._faults.at_step(answer.step)
         self._faults.strike("restore")
@@ -258,7 +254,7 @@ class Checkpointer:
     def _reduce(self, stats: StepStats | None) -> tuple[Tensor, frozenset[str], float, float, int]:
         """Sum over all ranks, in one small all-reduce: delta sums, failed hand-overs, loss and tokens."""
         sums = self._meter.measure().cpu()
-        failed = self._failed_hand_overs()
+        failed = self._hand_overs.failed()
         scalars = [stats.loss_sum if stats else 0.0, stats.label_tokens if stats else 0, self._tokens if stats else 0]
         flags = [float(layer.name in failed) for layer in self._trained]
         vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
@@ -288,62 +284,13 @@ class Checkpointer:
             raise RunStoppedError(reply.verdict)
         return reply
 
-    # --- hand-over
-
     def _carry_out(self, order: Order, step: int) -> None:
-        """Snapshot this rank's slices of the chosen layers and hand them to the node's ShardWriter."""
+        """Snapshot this rank's slices of the chosen layers and hand them over."""
         self._faults.strike("snapshot")
         for name in order.layers:
-            self._snapshotter.take(self._views[name], partial(self._hand_over, order, name, step))
+            self._snapshotter.take(self._views[name], partial(self._hand_overs.give, order, name, step))
         self._meter.rebase(order.layers)
         self._carried = (order, step)
-
-    def _hand_over(self, order: Order, name: str, step: int, tensors: list[ShardTensor]) -> None:
-        version = VersionId(layer=name, step=step, epoch=order.epoch, attempt=order.attempt)
-        meta = ShardMeta(
-            run=self._run,
-            layer=name,
-            step=step,
-            optimizer_step=step,
-            epoch=order.epoch,
-            attempt=order.attempt,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
-        shard = ShardOrder(
-            version=version,
-            rank=self._rank,
-            world_size=self._world_size,
-            meta=meta,
-            ranges=self._slices[name].ranges,
-            bytes=sum(tensor.data.nbytes for tensor in tensors),
-        )
-        put = ray.put(tensors)
-        self._faults.strike("hand_over")
-        try:
-            self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
-            self._hand_overs.append((name, self._writer.accept.remote(shard, put)))
-        except ValueError:  # the writer is not there at this moment
-            self._hand_overs.append((name, None))
-
-    def _failed_hand_overs(self) -> set[str]:
-        failed = set()
-        for _ in range(len(self._hand_overs)):
-            name, accepted = self._hand_overs.popleft()
-            if accepted is None:
-                failed.add(name)
-                continue
-            ready, _ = ray.wait([accepted], timeout=0)
-            if not ready:
-                self._hand_overs.append((name, accepted))
-                continue
-            try:
-                ray.get(accepted)
-            except ray.exceptions.RayError:
-                failed.add(name)
-        if failed:
-            self._writer = None
-        return failed
 
 
 def _patiently(actor: Any, method: str, *args: Any) -> Any:
