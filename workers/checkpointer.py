@@ -214,10 +214,7 @@ class Checkpointer:
     def _tick(
         self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False
     ) -> None:
-        sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
-        if stats is not None:
-            self._untold.add(stats, loss_sum / label_tokens if label_tokens else None, tokens)
-        self._untold.failed_hand_overs |= failed
+        sums = self._reduce(stats)
         reply = self._receive(wait_s)
         if reply is not None:
             self._restore_point, self._whole_at = reply.restore_point, reply.whole_at
@@ -225,47 +222,57 @@ class Checkpointer:
             if reply.order is not None:
                 self._carry_out(reply.order, step)
         if self._rank == 0 and self._pending is None:
-            values = drifts_and_impacts(sums)
-            names = [layer.name for layer in self._trained]
-            impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
-            assert self._attempt_facts is not None
-            untold, self._untold = self._untold, _Untold()
-            report = Report(
-                attempt=self._attempt,
-                step=step,
-                drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
-                impacts=impacts if len(impacts) == len(names) else None,
-                failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
-                carried_out=self._carried[0] if self._carried else None,
-                carried_out_step=self._carried[1] if self._carried else 0,
-                hold=hold,
-                flush=flush,
-                loss=untold.loss,
-                ticks=untold.ticks,
-                tokens=untold.tokens,
-                eval_losses=untold.eval_losses,
-                tick_seconds=self._tick_seconds,
-                step_seconds=untold.step_seconds,
-                attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
-            )
-            self._carried = self._tick_seconds = None
-            self._pending = self._actor.report.remote(report)
+            self._pending = self._actor.report.remote(self._report(step, sums, hold=hold, flush=flush))
 
-    def _reduce(self, stats: StepStats | None) -> tuple[Tensor, frozenset[str], float, float, int]:
-        """Sum over all ranks, in one small all-reduce: delta sums, failed hand-overs, loss and tokens."""
+    def _reduce(self, stats: StepStats | None) -> Tensor:
+        """Sum over all ranks, in one small all-reduce: deltas, failed hand-overs, loss and tokens.
+
+        Returns:
+            The deltas ([layers, 3], float64, on the CPU, columns as in `DeltaMeter.measure`); the rest is left untold.
+        """
         sums = self._meter.measure().cpu()
         failed = self._hand_overs.failed()
-        scalars = [stats.loss_sum if stats else 0.0, stats.label_tokens if stats else 0, self._tokens if stats else 0]
+        scalars = [stats.loss_sum, stats.label_tokens, self._tokens] if stats else [0, 0, 0]
         flags = [float(layer.name in failed) for layer in self._trained]
         vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
         dist.all_reduce(vector, group=self._group)
         count = len(self._trained)
-        loss_sum, label_tokens, tokens = vector[-3:].tolist()
         if stats:
+            loss_sum, label_tokens, tokens = vector[-3:].tolist()
             self._tokens = 0
+            self._untold.add(stats, loss_sum / label_tokens if label_tokens else None, int(tokens))
         counts = zip(self._trained, vector[3 * count : -3].tolist(), strict=True)
-        anywhere = frozenset(layer.name for layer, number in counts if number)
-        return vector[: 3 * count].view(count, 3), anywhere, loss_sum, label_tokens, int(tokens)
+        self._untold.failed_hand_overs |= {layer.name for layer, number in counts if number}
+        return vector[: 3 * count].view(count, 3)
+
+    def _report(self, step: int, sums: Tensor, *, hold: bool, flush: bool) -> Report:
+        """What rank 0 tells the actor; it is told once. `sums` as `_reduce` returns them."""
+        assert self._attempt_facts is not None
+        values = drifts_and_impacts(sums)
+        names = [layer.name for layer in self._trained]
+        impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
+        untold, self._untold = self._untold, _Untold()
+        order, carried_out_step = self._carried or (None, 0)
+        report = Report(
+            attempt=self._attempt,
+            step=step,
+            drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
+            impacts=impacts if len(impacts) == len(names) else None,
+            failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
+            carried_out=order,
+            carried_out_step=carried_out_step,
+            hold=hold,
+            flush=flush,
+            loss=untold.loss,
+            ticks=untold.ticks,
+            tokens=untold.tokens,
+            eval_losses=untold.eval_losses,
+            tick_seconds=self._tick_seconds,
+            step_seconds=untold.step_seconds,
+            attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
+        )
+        self._carried = self._tick_seconds = None
+        return report
 
     def _receive(self, wait_s: float) -> Reply | None:
         """The actor's answer to the last report, if it is there; the same on all ranks."""
