@@ -3,6 +3,8 @@
 .PHONY: help setup quickstart test lint bench
 
 PYTHON ?= python3.11
+MODEL ?= models/smollm2
+DATA ?= data/gsm8k/train.jsonl
 BIN := .venv/bin
 STAMP := .venv/.installed
 

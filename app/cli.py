@@ -157,7 +157,7 @@ def _verify(args: argparse.Namespace) -> int:
     points = ", ".join(str(step) for step in found.restore_points)
     read = f"{found.versions} layer versions, {found.objects} shards, {decimal(found.bytes)}"
     text = f"restore points {points}: read and checked {read}"
-    _show(args, found.as_dict(), "\n".join([text, *(f"broken: {problem}" for problem in found.problems)]))
+    _show(args, asdict(found), "\n".join([text, *(f"broken: {problem}" for problem in found.problems)]))
     return 1 if found.problems else 0
 
 

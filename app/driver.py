@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from app.export import export_run
+from app.export import check_export_folder, export_run
 from app.interrupts import interruptible
 from app.job_spec import JobSpec
 from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
@@ -63,14 +63,16 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     record = check_run(spec, store)
     if record is not None and record.finished:
         return RunOutcome(read_status(store), had_finished=True)
+    if resolved.export is not None:
+        check_export_folder("export", Path(resolved.export))
     prepared = prepare(resolved)
     check_store(spec, store, takeover=takeover)
     for warning in fleeting_paths(resolved):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with interruptible(), _ray(resolved):
         outcome = _train(spec, resolved, prepared, store, console)
-    if outcome.verdict is None and spec.export is not None:
-        export_run(store, Path(str(resolved.export)))
+    if outcome.verdict is None and resolved.export is not None:
+        export_run(store, Path(resolved.export))
     return outcome
 
 
@@ -154,11 +156,16 @@ def _answer(call: Any) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
-        reason = str(error).strip().splitlines()[-1][:200]
+        reason = _last_line(error)[:200]
         raise LayerCheckError(
             f"the CheckpointActor could not be started: {reason}; give the cluster this project's code and packages "
             "(`ray job submit --working-dir .` from the project's folder)"
         ) from error
+
+
+def _last_line(error: BaseException) -> str:
+    """What matters of one of Ray's errors, behind the traceback; of an error without a text, its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _half_the_object_store() -> int:
@@ -190,8 +197,7 @@ def describe_failures(failures: dict[int, Exception]) -> str:
         rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)
     }
     told = deaths or failures
-    lines = [str(error).strip().splitlines()[-1][:160] for error in told.values()]
-    what = "worker process died" if deaths else lines[0]
+    what = "worker process died" if deaths else _last_line(next(iter(told.values())))[:160]
     return f"rank {', '.join(str(rank) for rank in sorted(told))}: {what}"
 
 
@@ -220,10 +226,9 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
         except SystemExit as stop:  # what Ray Train makes of Ctrl-C, when it has aborted the worker group
             raise KeyboardInterrupt(signal.SIGINT) from stop
         except ray.train.TrainingFailedError as error:
-            last = str(error).strip().splitlines()[-1]
             return Verdict(
                 kind="TrainingFailedError",
-                message=f"the workers failed more often than failures.max_failures allows: {last}",
+                message=f"the workers failed more often than failures.max_failures allows: {_last_line(error)}",
             )
     return verdict
 

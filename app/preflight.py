@@ -5,11 +5,9 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from app.export import check_export_folder
 from app.job_spec import JobSpec
 from app.resources import check_cluster, check_gpus
 from app.spec_identity import differing_fields, public_dump
@@ -45,13 +43,11 @@ def check_spec(spec: JobSpec) -> None:
     """Check what needs neither the store nor the model.
 
     Raises:
-        SpecError: the budget cannot keep the bound, this machine cannot run the job, or the export has no place.
+        SpecError: the budget cannot keep the bound, or this machine cannot run the job.
     """
     check_budget(spec.checkpoint)
     check_gpus(spec.scaling)
     check_cluster()
-    if spec.export is not None:
-        check_export_folder("export", Path(spec.export))
 
 
 def check_run(spec: JobSpec, store: ObjectStore) -> Record | None:
@@ -92,8 +88,6 @@ def prepare(spec: JobSpec) -> Prepared:
     model = build_meta_model(spec.model)
     layers = find_layers(model, spec.model.layers)
     full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
-    if full_bytes == 0:
-        raise SpecError(f"model.freeze: expected something left to train, got {spec.model.freeze}; freeze less")
     if spec.checkpoint.in_flight_bytes is not None:
         check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)

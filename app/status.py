@@ -35,7 +35,7 @@ class RunStatus(Stored):
     incidents: tuple[Incident, ...]
     finished: bool
     loss: float | None
-    eval_losses: tuple[tuple[int, float], ...]
+    eval_losses: tuple[tuple[int, float | None], ...]
     step_seconds_median: float | None
     tick_seconds_median: float | None
     tick_seconds_p99: float | None

@@ -50,7 +50,8 @@ def _figures(status: RunStatus) -> Table:
         grid.add_row("final loss" if status.finished else "loss", f"{status.loss:.4f}")
     if status.eval_losses:
         step, loss = status.eval_losses[-1]
-        grid.add_row("held-out loss", f"{loss:.4f} at step {step:,}")
+        shown = "not finite" if loss is None else f"{loss:.4f}"
+        grid.add_row("held-out loss", f"{shown} at step {step:,}")
     if status.step_seconds_median is not None and status.tick_seconds_median is not None:
         grid.add_row("time", _times(status, status.step_seconds_median, status.tick_seconds_median))
     return grid

@@ -1,7 +1,6 @@
 """Verify: read every shard that a retained restore point names, and check it."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from app.existing_run import existing_run, no_restore_point
 from storage import keys
@@ -22,10 +21,6 @@ class Verification:
     objects: int = 0
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
-        return asdict(self)
 
 
 def verify_run(store: ObjectStore) -> Verification:

@@ -252,11 +252,11 @@ class CheckpointActor:
 
     async def _check_writers_see_store(self) -> None:
         """Refuse a local path that is not the same folder on every node."""
-        token = await asyncio.to_thread(write_token, self._store)
+        token = await self._health.retrying(write_token, self._store)
         try:
             await self._writers.check_token(token)
         finally:
-            await asyncio.to_thread(self._store.delete, [keys.probe(token)])
+            await self._health.retrying(self._store.delete, [keys.probe(token)])
 
     async def _take_on(self, group: WorkerGroup) -> None:
         """Close the attempt before and open the next one, from the committed composite."""
@@ -330,7 +330,7 @@ class CheckpointActor:
         if ref.manifest_key is None:
             return None
         try:
-            return await asyncio.to_thread(self._catalog.read_manifest, ref)
+            return await self._health.retrying(self._catalog.read_manifest, ref)
         except (CorruptObjectError, ObjectNotFoundError) as error:
             return str(error)
 
@@ -508,7 +508,8 @@ class CheckpointActor:
             try:
                 async with self._committing:
                     await self._commit(self._ledger.committed, finished=True)
-                    await self._points.sweep_everything()
+                    with contextlib.suppress(StoreError):  # what stays is deleted by `gc`
+                        await self._points.sweep_everything()
                 self._state = "finished"
             except LayerCheckError as error:
                 self._give_up(error)

@@ -8,6 +8,7 @@ from storage.messages import Report
 from storage.records import Incident, Progress, Record, Recovery, Totals
 
 KEPT_INCIDENTS = 200
+NOT_REPEATED = 20
 TIMING_WINDOW = 2000
 RATE_WINDOW_S = 10.0
 
@@ -26,15 +27,12 @@ class Journal:
         self._tokens: deque[tuple[float, int]] = deque()
         self._bytes: deque[tuple[float, int]] = deque()
 
-    def seconds_since_report(self) -> float:
-        """Seconds since rank 0 was last heard of."""
-        return time.monotonic() - self._last_report_at
-
     def report(self, report: Report) -> None:
         """A tick has happened."""
         now = time.monotonic()
         if self.recoveries and self.recoveries[-1].seconds is None:
-            self._recovered(now - self._last_report_at)
+            seconds = round(now - self._last_report_at, 3)
+            self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": seconds})
         if report.hold:
             self.totals = _plus(self.totals, held_seconds=now - self._last_report_at)
         self._last_report_at = now
@@ -67,9 +65,9 @@ class Journal:
         _window(self._bytes, time.monotonic(), size)
 
     def incident(self, kind: str, what: str) -> None:
-        """Note something handled; a repetition of the last one is not noted again."""
+        """Note something handled; what stands among the last `NOT_REPEATED` is not noted again."""
         incident = Incident(step=self.progress.step, kind=kind, what=what)
-        if incident not in self.incidents[-20:]:
+        if incident not in self.incidents[-NOT_REPEATED:]:
             self.incidents = [*self.incidents[1 - KEPT_INCIDENTS :], incident]
 
     def snapshot(self) -> Progress:
@@ -91,9 +89,6 @@ class Journal:
     def bytes_per_s(self) -> float:
         """Bytes made durable per second, over the last seconds."""
         return _rate(self._bytes)
-
-    def _recovered(self, seconds: float) -> None:
-        self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": round(seconds, 3)})
 
 
 def _plus(totals: Totals, **more: float) -> Totals:

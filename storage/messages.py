@@ -98,12 +98,8 @@ class Reply:
 class ShardOrder:
     """One shard that a ShardWriter has to store."""
 
-    version: VersionId
-    rank: int
-    world_size: int
     meta: ShardMeta
     ranges: tuple[ElementRange, ...]
-    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage.errors import CorruptObjectError
 
-FORMAT_VERSION = 1
 NonNegative = Annotated[int, Field(ge=0)]
 
 
@@ -147,7 +146,8 @@ class Progress(Stored):
 
     step: NonNegative = 0
     loss: float | None = None
-    eval_losses: tuple[tuple[int, float], ...] = ()
+    eval_losses: tuple[tuple[int, float | None], ...] = ()
+    """(step, held-out loss); JSON has no NaN or infinity, so null stands for a loss that was not finite."""
     step_seconds_median: float | None = None
     tick_seconds_median: float | None = None
     tick_seconds_p99: float | None = None

@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 from pydantic import Field, model_validator
 
-from storage.records import NonNegative, Stored
+from storage.records import NonNegative, Stored, VersionId
 
 BATCH_BYTES = 8 << 20
 """Largest payload of one record batch."""
@@ -104,6 +104,11 @@ class ShardMeta(Stored):
     attempt: NonNegative
     rank: NonNegative
     world_size: Annotated[int, Field(ge=1)]
+
+    @property
+    def version(self) -> VersionId:
+        """The layer version that the shard is a part of."""
+        return VersionId(layer=self.layer, step=self.step, epoch=self.epoch, attempt=self.attempt)
 
 
 @dataclass(frozen=True, eq=False)

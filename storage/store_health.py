@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from storage.errors import FencedError, ObjectExistsError, StoreError
+from storage.errors import FencedError, ObjectExistsError, ObjectNotFoundError, StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,13 +42,13 @@ class StoreHealth:
         """Run a blocking store call in a thread, again and again while the store fails.
 
         Raises:
-            FencedError, ObjectExistsError: waiting cannot help.
+            FencedError, ObjectExistsError, ObjectNotFoundError: waiting cannot help.
             StoreError: the outage has lasted too long.
         """
         while True:
             try:
                 result = await asyncio.to_thread(call, *args, **kwargs)
-            except (FencedError, ObjectExistsError):
+            except (FencedError, ObjectExistsError, ObjectNotFoundError):
                 raise
             except StoreError as error:
                 self.fails(str(error))

@@ -38,7 +38,7 @@ class ShardWriter:
     def __init__(self, storage: StorageOptions, run: str) -> None:
         self._store = open_object_store(storage, run)
         self._uploads = ThreadPoolExecutor(PARALLEL_UPLOADS, thread_name_prefix="upload")
-        self._pending: dict[tuple[VersionId, int], ShardOrder] = {}
+        self._pending: set[tuple[VersionId, int]] = set()
         self._outcomes: dict[tuple[VersionId, int], ShardOutcome] = {}
         self._news = 0
         self._changed = asyncio.Event()
@@ -56,8 +56,7 @@ class ShardWriter:
 
     async def accept(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
         """Take a shard over and return at once. The tensors are views of Ray's object store, not copies."""
-        key = (order.version, order.rank)
-        self._pending[key] = order
+        self._pending.add((order.meta.version, order.meta.rank))
         task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,17 +86,17 @@ class ShardWriter:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _store_shard(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
-        key = (order.version, order.rank)
+        key = (order.meta.version, order.meta.rank)
         loop = asyncio.get_running_loop()
         outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors)
         self._outcomes[key] = outcome
-        self._pending.pop(key, None)
+        self._pending.discard(key)
         self._news += 1
         self._changed.set()
 
     def _store_blocking(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> ShardOutcome:
-        base = ShardOutcome(version=order.version, world_size=order.world_size, rank=order.rank)
-        version = order.version
+        version, rank, world_size = order.meta.version, order.meta.rank, order.meta.world_size
+        base = ShardOutcome(version=version, world_size=world_size, rank=rank)
         try:
             for tensor in tensors:
                 bad = count_nonfinite(tensor)
@@ -105,13 +104,13 @@ class ShardWriter:
                     what = f"{bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
                     problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
                     return replace(base, problem=problem, poisoned=True)
-            key = keys.shard(**version.model_dump(), rank=order.rank, world_size=order.world_size)
+            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
             summary = write_shard(self._store, key, order.meta, tensors)
         except LayerCheckError as error:
             return replace(base, problem=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the actor must hear of it rather than wait
             return replace(base, problem=f"{version.layer} at step {version.step}: {type(error).__name__}: {error}")
-        shard = ShardRef(key=key, rank=order.rank, bytes=summary.bytes, digest=summary.digest, ranges=order.ranges)
+        shard = ShardRef(key=key, rank=rank, bytes=summary.bytes, digest=summary.digest, ranges=order.ranges)
         return replace(base, shard=shard)
 
 

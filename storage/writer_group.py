@@ -67,7 +67,10 @@ class WriterGroup:
     async def check_token(self, token: str) -> None:
         """Raise `StoreError` unless every writer sees the object that holds `token`."""
         for node in self._followers:
-            await (await self._writer(node)).check_token.remote(token)
+            try:
+                await (await self._writer(node)).check_token.remote(token)
+            except ray.exceptions.RayTaskError as error:  # its text is a traceback; the cause's is one line
+                raise (error.cause if isinstance(error.cause, LayerCheckError) else error) from None
 
     def kill(self) -> None:
         """End the writers."""
@@ -82,7 +85,7 @@ class WriterGroup:
     async def _guarded(self, following: Awaitable[None]) -> None:
         try:
             await following
-        except LayerCheckError as error:
+        except Exception as error:  # noqa: BLE001 - without its follower no shard becomes durable
             self._give_up(error)
 
     async def _follow(self, node: str) -> None:
@@ -91,7 +94,7 @@ class WriterGroup:
             asked = time.monotonic()
             try:
                 report: WriterReport = await (await self._writer(node)).poll.remote(seen, forget)
-            except ray.exceptions.RayError:  # it is being restarted, or its node is lost
+            except (ray.exceptions.RayError, ValueError):  # it is being restarted, or its node is lost
                 self._held.pop(node, None)
                 seen, forget = -1, []
                 await asyncio.sleep(RESTART_WAIT_S)

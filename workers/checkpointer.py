@@ -6,7 +6,6 @@ except where training must stand still.
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from storage.errors import LayerCheckError
-from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, ShardOrder, Verdict
+from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, Verdict
 from storage.object_store import ObjectStore
 from storage.options import CheckpointOptions
-from storage.records import BaseVersion, LayerFacts, VersionId
-from storage.shard_format import ShardMeta, ShardTensor
-from storage.writer_actor import NAMESPACE
+from storage.records import BaseVersion, LayerFacts
 from workers.delta import DeltaMeter, drifts_and_impacts
 from workers.faults import FaultInjector
+from workers.hand_over import HandOvers
 from workers.layers import Layer
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
@@ -66,13 +64,11 @@ class _Untold:
     step_seconds: float | None = None
     failed_hand_overs: frozenset[str] = frozenset()
 
-    def add(self, step: int, stats: StepStats, loss: float | None, tokens: int) -> None:
+    def add(self, stats: StepStats, loss: float | None, tokens: int) -> None:
         """A tick of training has happened, with these sums over all ranks."""
         self.ticks += 1
         self.tokens += tokens
         self.loss, self.step_seconds = loss, stats.seconds
-        if stats.eval_loss is not None:
-            self.eval_losses = (*self.eval_losses, (step, stats.eval_loss))
 
 
 class Checkpointer:
@@ -110,13 +106,11 @@ class Checkpointer:
         self._snapshotter = Snapshotter(device)
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
-        self._writer_name = ""
-        self._writer: Any = None
         self._restore_point = 0
         self._pending: ray.ObjectRef[Reply] | None = None
         self._carried: tuple[Order, int] | None = None
-        self._hand_overs: deque[tuple[str, Any]] = deque()
-        self._needs_attempt_facts = self._settled = False
+        self._needs_attempt_facts = False
+        self._whole_at: int | None = None
         self._tokens = 0
         self._untold = _Untold()
         self._tick_seconds: float | None = None
@@ -135,7 +129,8 @@ class Checkpointer:
         if not isinstance(answer, RestorePlan):
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
-        self._writer_name = answer.writers[ray.get_runtime_context().get_node_id()]
+        writer = answer.writers[ray.get_runtime_context().get_node_id()]
+        self._hand_overs = HandOvers(writer, self._run, self._slices, self._faults)
         self._faults.begin(answer.attempt)
         self._faults.at_step(answer.step)
         self._faults.strike("restore")
@@ -193,6 +188,8 @@ class Checkpointer:
             RunStoppedError: the run must stop.
         """
         self._tokens += stats.input_tokens
+        if stats.eval_loss is not None:
+            self._untold.eval_losses = (*self._untold.eval_losses, (step, stats.eval_loss))
         if step % self._options.interval_steps:
             return
         began = time.perf_counter()
@@ -207,7 +204,7 @@ class Checkpointer:
         Raises:
             RunStoppedError: the run must stop.
         """
-        while not self._settled:
+        while self._whole_at != step:
             self._tick(step, None, wait_s=STANDING_WAIT_S, flush=True)
         self._snapshotter.close()
         verdict = self._ask_actor("finish", step)
@@ -217,58 +214,65 @@ class Checkpointer:
     def _tick(
         self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False
     ) -> None:
-        sums, failed, loss_sum, label_tokens, tokens = self._reduce(stats)
-        if stats is not None:
-            self._untold.add(step, stats, loss_sum / label_tokens if label_tokens else None, tokens)
-        self._untold.failed_hand_overs |= failed
+        sums = self._reduce(stats)
         reply = self._receive(wait_s)
         if reply is not None:
-            self._restore_point, self._settled = reply.restore_point, reply.whole_at == step
+            self._restore_point, self._whole_at = reply.restore_point, reply.whole_at
             self._needs_attempt_facts = reply.needs_attempt_facts
             if reply.order is not None:
                 self._carry_out(reply.order, step)
         if self._rank == 0 and self._pending is None:
-            values = drifts_and_impacts(sums)
-            names = [layer.name for layer in self._trained]
-            impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
-            assert self._attempt_facts is not None
-            untold, self._untold = self._untold, _Untold()
-            report = Report(
-                attempt=self._attempt,
-                step=step,
-                drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
-                impacts=impacts if len(impacts) == len(names) else None,
-                failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
-                carried_out=self._carried[0] if self._carried else None,
-                carried_out_step=self._carried[1] if self._carried else 0,
-                hold=hold,
-                flush=flush,
-                loss=untold.loss,
-                ticks=untold.ticks,
-                tokens=untold.tokens,
-                eval_losses=untold.eval_losses,
-                tick_seconds=self._tick_seconds,
-                step_seconds=untold.step_seconds,
-                attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
-            )
-            self._carried = self._tick_seconds = None
-            self._pending = self._actor.report.remote(report)
+            self._pending = self._actor.report.remote(self._report(step, sums, hold=hold, flush=flush))
 
-    def _reduce(self, stats: StepStats | None) -> tuple[Tensor, frozenset[str], float, float, int]:
-        """Sum over all ranks, in one small all-reduce: delta sums, failed hand-overs, loss and tokens."""
+    def _reduce(self, stats: StepStats | None) -> Tensor:
+        """Sum over all ranks, in one small all-reduce: deltas, failed hand-overs, loss and tokens.
+
+        Returns:
+            The deltas ([layers, 3], float64, on the CPU, columns as in `DeltaMeter.measure`); the rest is left untold.
+        """
         sums = self._meter.measure().cpu()
-        failed = self._failed_hand_overs()
-        scalars = [stats.loss_sum if stats else 0.0, stats.label_tokens if stats else 0, self._tokens if stats else 0]
+        failed = self._hand_overs.failed()
+        scalars = [stats.loss_sum, stats.label_tokens, self._tokens] if stats else [0, 0, 0]
         flags = [float(layer.name in failed) for layer in self._trained]
         vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
         dist.all_reduce(vector, group=self._group)
         count = len(self._trained)
-        loss_sum, label_tokens, tokens = vector[-3:].tolist()
         if stats:
+            loss_sum, label_tokens, tokens = vector[-3:].tolist()
             self._tokens = 0
+            self._untold.add(stats, loss_sum / label_tokens if label_tokens else None, int(tokens))
         counts = zip(self._trained, vector[3 * count : -3].tolist(), strict=True)
-        anywhere = frozenset(layer.name for layer, number in counts if number)
-        return vector[: 3 * count].view(count, 3), anywhere, loss_sum, label_tokens, int(tokens)
+        self._untold.failed_hand_overs |= {layer.name for layer, number in counts if number}
+        return vector[: 3 * count].view(count, 3)
+
+    def _report(self, step: int, sums: Tensor, *, hold: bool, flush: bool) -> Report:
+        """What rank 0 tells the actor; it is told once. `sums` as `_reduce` returns them."""
+        assert self._attempt_facts is not None
+        values = drifts_and_impacts(sums)
+        names = [layer.name for layer in self._trained]
+        impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
+        untold, self._untold = self._untold, _Untold()
+        order, carried_out_step = self._carried or (None, 0)
+        report = Report(
+            attempt=self._attempt,
+            step=step,
+            drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
+            impacts=impacts if len(impacts) == len(names) else None,
+            failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
+            carried_out=order,
+            carried_out_step=carried_out_step,
+            hold=hold,
+            flush=flush,
+            loss=untold.loss,
+            ticks=untold.ticks,
+            tokens=untold.tokens,
+            eval_losses=untold.eval_losses,
+            tick_seconds=self._tick_seconds,
+            step_seconds=untold.step_seconds,
+            attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
+        )
+        self._carried = self._tick_seconds = None
+        return report
 
     def _receive(self, wait_s: float) -> Reply | None:
         """The actor's answer to the last report, if it is there; the same on all ranks."""
@@ -287,62 +291,13 @@ class Checkpointer:
             raise RunStoppedError(reply.verdict)
         return reply
 
-    # --- hand-over
-
     def _carry_out(self, order: Order, step: int) -> None:
-        """Snapshot this rank's slices of the chosen layers and hand them to the node's ShardWriter."""
+        """Snapshot this rank's slices of the chosen layers and hand them over."""
         self._faults.strike("snapshot")
         for name in order.layers:
-            self._snapshotter.take(self._views[name], partial(self._hand_over, order, name, step))
+            self._snapshotter.take(self._views[name], partial(self._hand_overs.give, order, name, step))
         self._meter.rebase(order.layers)
         self._carried = (order, step)
-
-    def _hand_over(self, order: Order, name: str, step: int, tensors: list[ShardTensor]) -> None:
-        version = VersionId(layer=name, step=step, epoch=order.epoch, attempt=order.attempt)
-        meta = ShardMeta(
-            run=self._run,
-            layer=name,
-            step=step,
-            optimizer_step=step,
-            epoch=order.epoch,
-            attempt=order.attempt,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
-        shard = ShardOrder(
-            version=version,
-            rank=self._rank,
-            world_size=self._world_size,
-            meta=meta,
-            ranges=self._slices[name].ranges,
-            bytes=sum(tensor.data.nbytes for tensor in tensors),
-        )
-        put = ray.put(tensors)
-        self._faults.strike("hand_over")
-        try:
-            self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
-            self._hand_overs.append((name, self._writer.accept.remote(shard, put)))
-        except ValueError:  # the writer is not there at this moment
-            self._hand_overs.append((name, None))
-
-    def _failed_hand_overs(self) -> set[str]:
-        failed = set()
-        for _ in range(len(self._hand_overs)):
-            name, accepted = self._hand_overs.popleft()
-            if accepted is None:
-                failed.add(name)
-                continue
-            ready, _ = ray.wait([accepted], timeout=0)
-            if not ready:
-                self._hand_overs.append((name, accepted))
-                continue
-            try:
-                ray.get(accepted)
-            except ray.exceptions.RayError:
-                failed.add(name)
-        if failed:
-            self._writer = None
-        return failed
 
 
 def _patiently(actor: Any, method: str, *args: Any) -> Any:

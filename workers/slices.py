@@ -17,8 +17,6 @@ class Slice:
     """
 
     layer: str
-    rank: int
-    world_size: int
     ranges: tuple[ElementRange, ...]
     owns_scalars: bool
 
@@ -39,7 +37,7 @@ def cut(layer: Layer, model: nn.Module, rank: int, world_size: int) -> Slice:
         if low < high:
             ranges.append(ElementRange(tensor=name, first=low - start, count=high - low))
         start += size
-    return Slice(layer.name, rank, world_size, tuple(ranges), owns_scalars=rank == 0 and bool(sizes))
+    return Slice(layer.name, tuple(ranges), owns_scalars=rank == 0 and bool(sizes))
 
 
 def trainable(layer: Layer, model: nn.Module) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class _Loop:
         self.start = self.checkpointer.restore()
         on_gpu = self.device.type == "cuda"
         parallel = DistributedDataParallel(
-            model, device_ids=[self.device] if on_gpu else None, process_group=None, gradient_as_bucket_view=True
+            model, device_ids=[self.device] if on_gpu else None, gradient_as_bucket_view=True
         )
         self.trainee = Trainee(parallel, optimizer, training, self.device, config.pad_id)
 

@@ -20,16 +20,6 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Sums over this rank's samples, and the global gradient norm."""
-
-    loss_sum: float
-    label_tokens: int
-    input_tokens: int
-    gradient_norm: float
-
-
-@dataclass(frozen=True)
 class Trainee:
     """What a step works on."""
 

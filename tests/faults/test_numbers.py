@@ -10,7 +10,6 @@ from app.verify import verify_run
 from storage import keys
 from storage.errors import ObjectNotFoundError
 from storage.messages import ShardOrder, WriterReport
-from storage.records import VersionId
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ensure_writer
 from tests.helpers.runs import Runs, run, run_whole
@@ -47,7 +46,7 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     values[317] = np.nan
     version = {"layer": "block-00", "step": 3, "epoch": 1, "attempt": 1}
     meta = ShardMeta(run=spec.name, optimizer_step=3, rank=0, world_size=1, **version)
-    order = ShardOrder(version=VersionId(**version), rank=0, world_size=1, meta=meta, ranges=(), bytes=values.nbytes)
+    order = ShardOrder(meta=meta, ranges=())
     try:
         ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)]))
         report: WriterReport = ray.get(writer.poll.remote(0, []))

@@ -4,7 +4,7 @@ import pytest
 
 from storage.journal import KEPT_INCIDENTS, Journal
 from storage.messages import Report
-from storage.records import Progress, Recovery, Totals
+from storage.records import Progress, Record, Recovery, Totals
 from tests.helpers.records import record, ref
 
 
@@ -29,6 +29,14 @@ def test_it_goes_on_from_a_record() -> None:
     assert (journal.totals.ticks, journal.totals.bytes_written, journal.totals.attempts) == (4, 100, 2)
     assert (journal.progress.step, journal.progress.loss, journal.progress.eval_losses) == (5, 1.0, ((2, 9.0),))
     assert len(journal.recoveries) == 1
+
+
+def test_a_held_out_loss_that_is_not_finite_leaves_the_record_readable() -> None:
+    journal = Journal(None)
+    journal.report(report(2, loss=float("inf"), eval_losses=((1, float("nan")), (2, 3.0))))
+    stored = record({"a": ref("a", 2)}, progress=journal.progress)
+    read = Record.from_bytes("key", stored.to_bytes())
+    assert (read.progress.loss, read.progress.eval_losses) == (None, ((1, None), (2, 3.0)))
 
 
 def test_ticks_that_fell_between_two_reports_are_told_by_the_second() -> None:

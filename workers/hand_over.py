@@ -1,0 +1,68 @@
+"""Hand-over of snapshots to the node's ShardWriter, without waiting for it."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from storage.messages import Order, ShardOrder
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.writer_actor import NAMESPACE
+from workers.faults import FaultInjector
+from workers.slices import Slice
+
+
+class HandOvers:
+    """Gives one rank's shards to the ShardWriter, and finds out which of them it did not get."""
+
+    def __init__(self, writer_name: str, run: str, slices: Mapping[str, Slice], faults: FaultInjector) -> None:
+        self._writer_name, self._run, self._slices, self._faults = writer_name, run, slices, faults
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._writer: Any = None
+        self._under_way: deque[tuple[str, ray.ObjectRef[None] | None]] = deque()
+
+    def give(self, order: Order, layer: str, step: int, tensors: list[ShardTensor]) -> None:
+        """Put the snapshot of `layer` at `step` into Ray's object store and offer it to the writer.
+
+        On a GPU this runs in another thread than `failed`.
+        """
+        meta = ShardMeta(
+            run=self._run,
+            layer=layer,
+            step=step,
+            optimizer_step=step,
+            epoch=order.epoch,
+            attempt=order.attempt,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        shard = ShardOrder(meta=meta, ranges=self._slices[layer].ranges)
+        put = ray.put(tensors)
+        self._faults.strike("hand_over")
+        try:
+            self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
+            self._under_way.append((layer, self._writer.accept.remote(shard, put)))
+        except ValueError:  # the writer is not there at this moment
+            self._under_way.append((layer, None))
+
+    def failed(self) -> set[str]:
+        """Layers whose shard the writer did not get, each told once."""
+        failed = set()
+        for _ in range(len(self._under_way)):
+            layer, accepted = self._under_way.popleft()
+            if accepted is None:
+                failed.add(layer)
+                continue
+            ready, _ = ray.wait([accepted], timeout=0)
+            if not ready:
+                self._under_way.append((layer, accepted))
+                continue
+            try:
+                ray.get(accepted)
+            except ray.exceptions.RayError:
+                failed.add(layer)
+        if failed:
+            self._writer = None
+        return failed
