@@ -33,8 +33,5 @@ lint: setup ## format check, ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-MODEL ?= models/smollm2
-DATA ?= data/gsm8k/train.jsonl
-
 bench: setup ## SmolLM2 on GSM8K, left alone and killed; MODEL= and DATA= say where they are
 	$(BIN)/python -m benchmarks.main_job --model $(MODEL) --data $(DATA)
