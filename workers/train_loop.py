@@ -47,9 +47,8 @@ def train(config: dict[str, LoopConfig]) -> Verdict | None:
 
     Fatal verdicts are returned, not raised: Ray would retry them.
     """
-    loop = _Loop(config["job"])
     try:
-        loop.run()
+        _Loop(config["job"]).run()
     except RunStoppedError as stopped:
         return stopped.verdict
     except TrainingError as error:  # raised by all ranks at the same step
