@@ -294,7 +294,8 @@ class CheckpointActor:
         step = self._ledger.committed.step
         if stuck >= limit:
             raise TrainingError(
-                f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}"
+                f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}; "
+                "mend it and run the same command again"
             )
         if stuck and stuck == limit - 1:
             point = older(self._points.records, self._ledger.committed.layers, self._unreadable)
