@@ -56,6 +56,7 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
 
     Raises:
         SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
+        LayerCheckError: the CheckpointActor could not start, was fenced as it did, or the export cannot be written.
     """
     resolved = resolve_paths(spec)
     check_spec(resolved)
@@ -228,7 +229,8 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
         except ray.train.TrainingFailedError as error:
             return Verdict(
                 kind="TrainingFailedError",
-                message=f"the workers failed more often than failures.max_failures allows: {_last_line(error)}",
+                message=f"the workers failed more often than failures.max_failures = {spec.failures.max_failures} "
+                f"allows; mend the cause and run the same command again: {_last_line(error)}",
             )
     return verdict
 

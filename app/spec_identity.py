@@ -1,7 +1,7 @@
 """What makes two specs the same job, and what the catalog keeps of a spec.
 
 Only `name`, `model`, `data`, `training` and `checkpoint` count: they define the result. `storage`, `scaling`,
-`failures` and `fault_injection` may change between two submissions of a run.
+`failures`, `fault_injection` and `export` may change between two submissions of a run.
 
 A path counts as seen from the current directory if it lies below it, and absolute otherwise, so that neither writing
 the same path in another way nor another checkout of the project makes another job.

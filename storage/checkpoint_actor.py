@@ -96,7 +96,7 @@ class CheckpointActor:
         self._unreadable: set[VersionRef] = set()
         self._plan: RestorePlan | None = None
         self._verdict: Verdict | None = None
-        self._epoch = self._seq = self._attempt = 0
+        self._epoch = self._seq = self._attempt = self._starts = 0
         self._cause = "the job was submitted again"
         self._state = "starting"
 
@@ -207,6 +207,19 @@ class CheckpointActor:
 
     # --- attempts
 
+    async def group_starts(self) -> Verdict | None:
+        """A worker group is there and has yet to load its model: ends a run whose groups never get beyond that."""
+        if await self._is_usable():
+            if self._starts >= self._setup.attempts_without_progress:
+                self._give_up(
+                    TrainingError(
+                        f"{self._starts} worker groups in a row failed before their attempt began; last cause: "
+                        f"{self._cause}; mend it and run the same command again"
+                    )
+                )
+            self._starts += 1
+        return self._verdict
+
     async def begin_attempt(self, facts: AttemptFacts) -> RestorePlan | Verdict:
         """Let accepted uploads land (for a bounded time), then return the plan that all ranks restore from."""
         if not await self._is_usable():
@@ -269,6 +282,7 @@ class CheckpointActor:
         self._manifests.clear()
         self._booked.clear()
         self._group = group
+        self._starts = 0
         self._attempt += 1  # before anything is awaited: from here on, nothing of the attempt before is booked
         await self._check_progress()
         self._journal.attempt_began(self._recovery() if self._attempt > 1 else None)
@@ -280,7 +294,8 @@ class CheckpointActor:
         step = self._ledger.committed.step
         if stuck >= limit:
             raise TrainingError(
-                f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}"
+                f"{stuck} attempts in a row committed nothing new after step {step}; last cause: {self._cause}; "
+                "mend it and run the same command again"
             )
         if stuck and stuck == limit - 1:
             point = older(self._points.records, self._ledger.committed.layers, self._unreadable)

@@ -237,7 +237,7 @@ def _prepare_endpoint(options: S3Options) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.path.strip("/"):
         raise SpecError(
             "storage.s3.endpoint: expected http(s)://host[:port] without path or credentials, "
-            f"got {parts.scheme}://{parts.hostname}{parts.path}"
+            f"got {parts.scheme}://{parts.hostname}{parts.path}; correct it"
         )
     os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     os.environ.setdefault("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")

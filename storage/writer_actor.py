@@ -29,7 +29,7 @@ NAMESPACE = "layercheck"
 PARALLEL_UPLOADS = 4
 POLL_S = 1.0
 ABANDONED_S = 120.0
-"""A writer that no CheckpointActor has asked for this long, and that holds nothing, ends."""
+"""A writer that was asked before, that no CheckpointActor has asked for this long, and that holds nothing, ends."""
 
 
 class ShardWriter:

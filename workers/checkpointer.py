@@ -125,7 +125,7 @@ class Checkpointer:
         """
         model, optimizer = self._model, self._optimizer
         self._attempt_facts = self._facts()
-        answer = self._ask_actor("begin_attempt", self._attempt_facts)
+        answer = ask_together(self._actor, self._group, "begin_attempt", self._attempt_facts)
         if not isinstance(answer, RestorePlan):
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
@@ -163,17 +163,11 @@ class Checkpointer:
         )
 
     def _ask_for_replacement(self, bad: dict[str, str]) -> RestorePlan | None:
-        answer = self._ask_actor("restored", self._attempt, bad)
+        answer = ask_together(self._actor, self._group, "restored", self._attempt, bad)
         if isinstance(answer, Verdict):
             raise RunStoppedError(answer)
         assert answer is None or isinstance(answer, RestorePlan)
         return answer
-
-    def _ask_actor(self, method: str, *args: Any) -> Any:
-        """Rank 0 calls the actor and waits; every rank gets the answer."""
-        box = [_patiently(self._actor, method, *args) if self._rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
 
     # --- ticks
 
@@ -207,7 +201,7 @@ class Checkpointer:
         while self._whole_at != step:
             self._tick(step, None, wait_s=STANDING_WAIT_S, flush=True)
         self._snapshotter.close()
-        verdict = self._ask_actor("finish", step)
+        verdict = ask_together(self._actor, self._group, "finish", step)
         if verdict is not None:
             raise RunStoppedError(verdict)
 
@@ -298,6 +292,13 @@ class Checkpointer:
             self._snapshotter.take(self._views[name], partial(self._hand_overs.give, order, name, step))
         self._meter.rebase(order.layers)
         self._carried = (order, step)
+
+
+def ask_together(actor: Any, group: dist.ProcessGroup | None, method: str, *args: Any) -> Any:
+    """Rank 0 calls the CheckpointActor and waits; every rank gets the answer. `group` is a CPU group."""
+    box = [_patiently(actor, method, *args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
 
 
 def _patiently(actor: Any, method: str, *args: Any) -> Any:

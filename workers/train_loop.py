@@ -16,7 +16,7 @@ from storage.messages import Verdict
 from storage.object_store import open_object_store
 from storage.options import CheckpointOptions, StorageOptions
 from storage.records import BaseVersion
-from workers.checkpointer import Checkpointer, RunStoppedError, StepStats
+from workers.checkpointer import Checkpointer, RunStoppedError, StepStats, ask_together
 from workers.data import Examples, TokenizedData
 from workers.faults import FaultInjector
 from workers.layers import find_layers
@@ -63,6 +63,9 @@ class _Loop:
         self.config = config
         self.device = ray.train.torch.get_device()
         self.group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        verdict = ask_together(config.actor, self.group, "group_starts")
+        if verdict is not None:
+            raise RunStoppedError(verdict)
         self.data = ray.get(config.data)
         training = config.training
         model = build_model(config.model, training.seed)
