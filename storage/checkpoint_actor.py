@@ -86,6 +86,7 @@ class CheckpointActor:
         self._points = RestorePoints(self._catalog, self._options.keep_restore_points, 0, [], self._health)
         self._ledger: Ledger
         self._group: WorkerGroup | None = None
+        self._coming: WorkerGroup | None = None
         self._started: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._committing = asyncio.Lock()
@@ -225,7 +226,7 @@ class CheckpointActor:
         if not await self._is_usable():
             return self._present_verdict()
         self._state = "recovering" if self._attempt else "starting"
-        group = WorkerGroup.of(facts)
+        group = self._coming = WorkerGroup.of(facts)
         try:
             self._writers.follow(group.nodes)
             await self._check_writers_see_store()
@@ -233,6 +234,8 @@ class CheckpointActor:
                 lambda: not self._manifests and not self._committing.locked(), self._options.drain_s
             )
             async with self._committing:
+                if group is not self._coming:  # its ranks died while it waited here, and others have come since
+                    return Verdict(kind="FencedError", message="a newer worker group has come; this one stops")
                 await self._take_on(group)
                 return await self._pin_plan()
         except LayerCheckError as error:
