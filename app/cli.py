@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.status is not None:
         _show(args, outcome.status.model_dump(mode="json"), summary(outcome.status))
     if outcome.had_finished:
-        print("this run had finished before; nothing was done", file=sys.stderr)
+        print("this run had finished before; nothing was trained", file=sys.stderr)
     if outcome.verdict is not None:
         print(f"error: {outcome.verdict.kind}: {outcome.verdict.message}", file=sys.stderr)
     return 1 if outcome.verdict else 0

@@ -48,7 +48,7 @@ class RunOutcome:
     status: RunStatus | None
     verdict: Verdict | None = None
     had_finished: bool = False
-    """The run was finished before; nothing was done."""
+    """The run was finished before; nothing was trained."""
 
 
 def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOutcome:
@@ -63,11 +63,13 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     store = open_object_store(resolved.storage, resolved.name)
     record = check_run(spec, store)
     if record is not None and record.finished:
+        if resolved.export is not None and not Path(resolved.export).exists():
+            export_run(store, Path(resolved.export))  # the last driver did not get that far
         return RunOutcome(read_status(store), had_finished=True)
     if resolved.export is not None:
         check_export_folder("export", Path(resolved.export))
     prepared = prepare(resolved)
-    check_store(spec, store, takeover=takeover)
+    check_store(spec, store, prepared, takeover=takeover)
     for warning in fleeting_paths(resolved):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     with interruptible(), _ray(resolved):
@@ -119,6 +121,7 @@ def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectSt
         in_flight_limit_bytes=limit,
         spec=public_dump(spec),
         spec_fingerprint=fingerprint(spec),
+        data_fingerprint=prepared.data.fingerprint,
         driver=uuid.uuid4().hex,
         where=this_process(),
         attempts_without_progress=spec.failures.attempts_without_progress,

@@ -97,14 +97,21 @@ def prepare(spec: JobSpec) -> Prepared:
     )
 
 
-def check_store(spec: JobSpec, store: ObjectStore, *, takeover: bool) -> None:
-    """Check that nobody else works on the run, and that the store can do all that the protocol needs.
+def check_store(spec: JobSpec, store: ObjectStore, prepared: Prepared, *, takeover: bool) -> None:
+    """Check that nobody else works on the run, that it goes on with its own data, and what the store can do.
 
     Raises:
+        SpecError: the run began with other data.
         RunLiveError: another driver works on the run.
         StoreError: the store cannot be used.
     """
     claim = Catalog(store).newest_claim()
+    if claim is not None and claim.data_fingerprint != prepared.data.fingerprint:
+        raise SpecError(
+            f"data.path: {spec.data.path}: expected the examples that run {spec.name!r} began with (digest "
+            f"{claim.data_fingerprint}), got others (digest {prepared.data.fingerprint}); restore them, or give the run "
+            "another name"
+        )
     if claim is not None and not takeover and is_alive(store, claim):
         raise RunLiveError(
             f"{store.url}: epoch {claim.epoch} of this run is alive (pid {claim.where.pid} on {claim.where.host}); "

@@ -65,6 +65,7 @@ class ActorSetup:
     in_flight_limit_bytes: int
     spec: dict[str, Any]
     spec_fingerprint: str
+    data_fingerprint: str
     driver: str
     where: ProcessId
     attempts_without_progress: int
@@ -132,6 +133,7 @@ class CheckpointActor:
             claimed_at=datetime.now(UTC).isoformat(timespec="seconds"),
             spec=setup.spec,
             spec_fingerprint=setup.spec_fingerprint,
+            data_fingerprint=setup.data_fingerprint,
         )
         self._epoch = (await self._health.retrying(self._catalog.claim, claim)).epoch
         self._spawn(self._show_life())

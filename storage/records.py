@@ -207,6 +207,8 @@ class EpochClaim(Stored):
     claimed_at: str
     spec: dict[str, Any]
     spec_fingerprint: str
+    data_fingerprint: str
+    """Of the examples themselves: a path does not say what lies there."""
 
 
 class EpochLife(Stored):

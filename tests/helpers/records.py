@@ -83,5 +83,6 @@ def claim(driver: str = "driver", nonce: str = "nonce", **changes: Any) -> Epoch
         claimed_at="2026-11-29T12:00:00+00:00",
         spec={},
         spec_fingerprint="f",
+        data_fingerprint="d",
         **changes,
     )

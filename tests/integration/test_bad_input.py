@@ -256,7 +256,14 @@ def claimed(here: Path, *more: str) -> Catalog:
     spec = load_spec(here / "job.yaml", more)
     catalog = Catalog(open_object_store(spec.storage, spec.name))
     claim = EpochClaim(
-        epoch=0, nonce="n", driver="d", where=this_process(), claimed_at="", spec=public_dump(spec), spec_fingerprint=""
+        epoch=0,
+        nonce="n",
+        driver="d",
+        where=this_process(),
+        claimed_at="",
+        spec=public_dump(spec),
+        spec_fingerprint="",
+        data_fingerprint="of other examples",
     )
     catalog.claim(claim)
     catalog.show_life(EpochLife(epoch=1, beat=1, ended=True))
@@ -274,6 +281,12 @@ def test_another_spec_under_the_same_name_is_refused(here: Path, capsys: pytest.
     ]
     assert all(line.endswith("restore it, or give the run another name") for line in lines)
     assert contents(here) == before
+
+
+def test_other_data_under_the_same_path_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    claimed(here)
+    line = refused(here, capsys, "run", "job.yaml")
+    assert_says(line, "data.path: .*: expected the examples that run 'job' began with .digest of other examples., got")
 
 
 @pytest.mark.parametrize("command", ["status", "verify", "export", "gc"])
@@ -304,7 +317,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(here: Path, capsys: pytest.Ca
     assert cli.main(["run", "job.yaml", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["finished"] is True
-    assert captured.err == "this run had finished before; nothing was done\n"
+    assert captured.err == "this run had finished before; nothing was trained\n"
     assert contents(here) == before
     assert_says(
         refused(here, capsys, "export", "runs/job", "model"), "DIR: expected an absent or empty folder, got model"
