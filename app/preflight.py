@@ -109,8 +109,8 @@ def check_store(spec: JobSpec, store: ObjectStore, prepared: Prepared, *, takeov
     if claim is not None and claim.data_fingerprint != prepared.data.fingerprint:
         raise SpecError(
             f"data.path: {spec.data.path}: expected the examples that run {spec.name!r} began with (digest "
-            f"{claim.data_fingerprint}), got others (digest {prepared.data.fingerprint}); restore them, or give the run "
-            "another name"
+            f"{claim.data_fingerprint}), got others (digest {prepared.data.fingerprint}); restore them, or give the "
+            "run another name"
         )
     if claim is not None and not takeover and is_alive(store, claim):
         raise RunLiveError(
