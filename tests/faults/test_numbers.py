@@ -14,7 +14,7 @@ from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ensure_writer
 from tests.helpers.runs import Runs, run, run_whole
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
 
 NAN_AT_5 = [{"rank": 1, "step": 5, "point": "backward", "action": "nan"}]
 

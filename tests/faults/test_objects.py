@@ -13,7 +13,7 @@ from storage.object_store import ObjectStore, open_object_store
 from storage.records import Record
 from tests.helpers.runs import Runs, run, run_whole
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
 
 STEPS = 12
 

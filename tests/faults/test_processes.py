@@ -13,7 +13,7 @@ from storage.object_store import ObjectStore
 from storage.records import Record
 from tests.helpers.runs import Runs, actor_process, kill, running, wait_for_step, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
 
 LONG = {"steps": 120}
 

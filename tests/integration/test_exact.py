@@ -14,7 +14,7 @@ FULL = {"mode": "full", "keep_restore_points": 100, "max_lag": 2}
 THREE = {"workers": 3}
 TRAINING = {"steps": STEPS, "eval_every_steps": 1}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
 
 
 @pytest.fixture(scope="module")
