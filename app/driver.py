@@ -26,6 +26,7 @@ from app.progress import LiveProgress, ProgressDisplay
 from app.resources import ray_starts_here, shortage, worker_resources
 from app.spec_identity import fingerprint, public_dump, resolve_paths
 from app.status import RunStatus, read_status
+from storage.actor_calls import patiently
 from storage.checkpoint_actor import ActorSetup, CheckpointActor
 from storage.errors import LayerCheckError, SpecError
 from storage.liveness import this_process
@@ -144,7 +145,7 @@ def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectSt
         )
         with _progress(actor, resolved, prepared.total_steps, console):
             verdict = _fit(resolved, loop)
-        verdict = verdict or ray.get(actor.verdict.remote())
+        verdict = verdict or patiently(actor, "verdict")
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(actor.close.remote(), timeout=CLOSE_S)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from storage.actor_calls import patiently
 from storage.errors import LayerCheckError
 from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, Verdict
 from storage.object_store import ObjectStore
@@ -296,15 +297,6 @@ class Checkpointer:
 
 def ask_together(actor: Any, group: dist.ProcessGroup | None, method: str, *args: Any) -> Any:
     """Rank 0 calls the CheckpointActor and waits; every rank gets the answer. `group` is a CPU group."""
-    box = [_patiently(actor, method, *args) if dist.get_rank() == 0 else None]
+    box = [patiently(actor, method, *args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
-
-
-def _patiently(actor: Any, method: str, *args: Any) -> Any:
-    """Call the actor; while Ray restarts it, wait and call again."""
-    while True:
-        try:
-            return ray.get(getattr(actor, method).remote(*args))
-        except ray.exceptions.ActorUnavailableError:
-            time.sleep(STANDING_WAIT_S)
