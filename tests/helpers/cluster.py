@@ -18,30 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.tiny import write_tiny_chat, write_tiny_model
-
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 START_S = 170.0
 
 
-def tiny_project(folder: Path, *, steps: int, workers: int) -> Path:
-    """A folder as a checkout is: the packages, and a tiny job at job/job.yaml; returns `folder`."""
-    for package in ("app", "workers", "storage"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+def checkout(folder: Path) -> Path:
+    """What a job needs of a checkout, in `folder`; returns it."""
+    for part in ("app", "workers", "storage", "jobs"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / ".gitignore", folder)
-    write_tiny_model(folder / "job" / "model")
-    write_tiny_chat(folder / "job" / "chat.jsonl")
-    (folder / "job" / "job.yaml").write_text(
-        f"""\
-name: tiny
-model: {{path: job/model, weights: random}}
-data: {{path: job/chat.jsonl, messages_column: messages, max_length: 64}}
-training: {{steps: {steps}, global_batch: {workers}, micro_batch: 1, precision: float32}}
-scaling: {{workers: {workers}}}
-checkpoint: {{write_budget: "1/4", max_lag: 4, staleness_bound_steps: 12}}
-"""
-    )
     return folder
 
 

@@ -12,9 +12,9 @@ from app.verify import verify_run
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_object_store
 from storage.options import StorageOptions
-from tests.helpers.cluster import RayHead, processes_of, ray_cluster, tiny_project, wait_for
+from tests.helpers.cluster import RayHead, checkout, processes_of, ray_cluster, wait_for
 
-STEPS = 200
+STEPS = 100  # more than are done before `ray job stop` lands
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,7 +28,7 @@ def head() -> Iterator[RayHead]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A checkout with what must stay at home."""
-    folder = tiny_project(tmp_path / "project", steps=STEPS, workers=2)
+    folder = checkout(tmp_path / "project")
     for heavy in (".venv", "runs", ".git"):
         (folder / heavy).mkdir()
         (folder / heavy / "must-stay-at-home").touch()
@@ -38,12 +38,19 @@ def project(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
     """Where the project's run is stored."""
-    return open_object_store(StorageOptions(url=str(tmp_path / "store")), "tiny")
+    return open_object_store(StorageOptions(url=str(tmp_path / "store")), "quickstart")
 
 
 def submit(head: RayHead, project: Path, *arguments: str, token: bool = True) -> tuple[int, str]:
-    """Exit code and output of `ray job submit` of the project's job."""
-    command = [sys.executable, "-m", "app", "run", "job/job.yaml", "--set", f"storage.url={project.parent / 'store'}"]
+    """Exit code and output of `ray job submit` of the quickstart, without the fault that it injects itself."""
+    settings = [
+        f"storage.url={project.parent / 'store'}",
+        f"training.steps={STEPS}",
+        "fault_injection=[]",
+        "export=null",
+    ]
+    command = [sys.executable, "-m", "app", "run", "jobs/quickstart.yaml"]
+    command += [part for setting in settings for part in ("--set", setting)]
     done = head.ray("job", "submit", "--working-dir", ".", *arguments, "--", *command, cwd=project, token=token)
     return done.returncode, done.stdout
 
@@ -93,5 +100,5 @@ def test_worker_killed_then_job_stopped_and_submitted_again(head: RayHead, proje
 
     wait_for("the ShardWriters end", lambda: not any(processes_of(node, "ray::ShardWriter") for node in head.nodes), 10)
     carried = {path.name for path in head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*/*")}
-    assert {"app", "workers", "storage", "job"} <= carried
+    assert {"app", "workers", "storage", "jobs"} <= carried
     assert not {".venv", "runs", ".git"} & carried
