@@ -214,7 +214,15 @@ class _Pass:
     def _by_score(self) -> list[int]:
         threshold = self.facts.threshold or 0.0
         fitting = [i for i in self._free() if self.facts.layers[i].drift >= threshold]
-        return sorted(fitting, key=self._score, reverse=True)
+        return sorted(fitting, key=lambda i: (self._is_base(i), self._score(i)), reverse=True)
+
+    def _is_base(self, index: int) -> bool:
+        """Whether the layer has never been persisted.
+
+        Such layers come first. Restored, one begins again with an empty optimizer state, and Adam's first steps from
+        there move every element by the full learning rate (docs/decisions.md has what that costs).
+        """
+        return self.facts.layers[index].step == 0
 
     def _score(self, index: int) -> float:
         layer = self.facts.layers[index]

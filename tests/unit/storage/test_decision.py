@@ -11,7 +11,19 @@ BLOCK, EMBEDDING = 354, 2831  # SmolLM2-135M's proportions: 30 blocks, a tied em
 SMOLLM2 = (EMBEDDING, *[BLOCK] * 30)
 
 
-def simulate(sizes, *, budget, bound, ticks=250, latency=2, interval=1, criterion="oldest", threshold=None, max_lag=10):
+def simulate(
+    sizes,
+    *,
+    budget,
+    bound,
+    ticks=250,
+    latency=2,
+    interval=1,
+    criterion="oldest",
+    threshold=None,
+    max_lag=10,
+    impact_of_first=3.0,
+):
     """Run the decision with uploads that take `latency` steps; return what was written and how old layers got."""
     total = sum(sizes)
     steps = [0] * len(sizes)
@@ -24,7 +36,7 @@ def simulate(sizes, *, budget, bound, ticks=250, latency=2, interval=1, criterio
                 bytes=size,
                 step=steps[i],
                 drift=1e-4 * (step - steps[i]) * (2.5 if i == 0 else 1.0),
-                impact=1e-3 * (step - steps[i]) ** 1.5 * (3 if i == 0 else 1),
+                impact=1e-3 * (step - steps[i]) ** 1.5 * (impact_of_first if i == 0 else 1),
                 in_flight=step - steps[i] < latency and steps[i] > 0,
             )
             for i, size in enumerate(sizes)
@@ -65,6 +77,14 @@ def test_bound_and_budget_are_kept(criterion, budget, bound):
 def test_restore_point_moves_every_tick_when_a_tick_pays_for_a_block(criterion):
     _, _, gaps = simulate(SMOLLM2, budget=1 / 22.6, bound=50, criterion=criterion)
     assert max(gaps[5:]) == 1
+
+
+@pytest.mark.parametrize("criterion", ["oldest", "drift", "impact"])
+def test_every_layer_is_persisted_once_before_any_criterion_has_its_way(criterion):
+    """The first rotation takes 23 ticks of this budget, and a few more while the bucket saves for the embedding."""
+    _, ages, _ = simulate(SMOLLM2, budget=1 / 22.6, bound=200, criterion=criterion, impact_of_first=0.0, ticks=40)
+    assert max(ages[:36]) <= 35
+    assert ages[35] < 35
 
 
 def test_deadlines_do_not_pile_up():
