@@ -220,7 +220,7 @@ class _Pass:
         """Whether the layer has never been persisted.
 
         Such layers come first. Restored, one begins again with an empty optimizer state, and Adam's first steps from
-        there move every element by the full learning rate (docs/decisions.md has what that costs).
+        there move every element by about the learning rate.
         """
         return self.facts.layers[index].step == 0
 
