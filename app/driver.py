@@ -73,8 +73,9 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
     check_store(spec, store, prepared, takeover=takeover)
     for warning in fleeting_paths(resolved):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    described = public_dump(spec)  # before Ray is joined: it may unpack a job's working directory, this one, anew
     with interruptible(), _ray(resolved):
-        outcome = _train(spec, resolved, prepared, store, console)
+        outcome = _train(resolved, described, prepared, store, console)
     if outcome.verdict is None and resolved.export is not None:
         export_run(store, Path(resolved.export))
     return outcome
@@ -111,22 +112,24 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         ) from error
 
 
-def _train(spec: JobSpec, resolved: JobSpec, prepared: Prepared, store: ObjectStore, console: Console) -> RunOutcome:
-    limit = spec.checkpoint.in_flight_bytes or _half_the_object_store()
-    check_in_flight(spec.checkpoint.mode, prepared.full_bytes, limit)
+def _train(
+    resolved: JobSpec, described: dict[str, Any], prepared: Prepared, store: ObjectStore, console: Console
+) -> RunOutcome:
+    limit = resolved.checkpoint.in_flight_bytes or _half_the_object_store()
+    check_in_flight(resolved.checkpoint.mode, prepared.full_bytes, limit)
     setup = ActorSetup(
         storage=resolved.storage,
         run=resolved.name,
         run_id=digest_of(store.url.encode()),
         checkpoint=resolved.checkpoint,
         in_flight_limit_bytes=limit,
-        spec=public_dump(spec),
-        spec_fingerprint=fingerprint(spec),
+        spec=described,
+        spec_fingerprint=fingerprint(described),
         data_fingerprint=prepared.data.fingerprint,
         driver=uuid.uuid4().hex,
         where=this_process(),
-        attempts_without_progress=spec.failures.attempts_without_progress,
-        store_outage_s=spec.failures.store_outage_s,
+        attempts_without_progress=resolved.failures.attempts_without_progress,
+        store_outage_s=resolved.failures.store_outage_s,
     )
     actor = _start_actor(setup)
     try:

@@ -46,9 +46,8 @@ def public_dump(spec: JobSpec) -> dict[str, Any]:
     return dump
 
 
-def fingerprint(spec: JobSpec) -> str:
-    """Digest of everything in `spec` that counts; equal exactly when `differing_fields` of the dumps is empty."""
-    dump = public_dump(spec)
+def fingerprint(dump: dict[str, Any]) -> str:
+    """Digest of everything that counts in a result of `public_dump`; equal exactly when `differing_fields` is empty."""
     counted = {section: dump[section] for section in COUNTED}
     return digest_of(json.dumps(counted, sort_keys=True).encode())
 

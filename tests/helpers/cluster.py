@@ -87,8 +87,9 @@ def ray_cluster(nodes: int) -> Iterator[RayHead]:
         wait_for("the head answers", lambda: _answers(head, url))
         address = f"--address=127.0.0.1:{gcs}"
         others = []
-        for _ in range(nodes):
-            others.append(started.enter_context(_started(temp_dir, address, **{"num-cpus": 1})))
+        for number in range(nodes):
+            own = {"temp-dir": temp_dir / str(number)}  # as on another machine: no node unpacks a job over another's
+            others.append(started.enter_context(_started(temp_dir, address, **own, **{"num-cpus": 1})))
             wait_for("the node runs", lambda: _blocks(temp_dir, others))
         yield RayHead(url, token, temp_dir, tuple(others))
 

@@ -99,6 +99,6 @@ def test_worker_killed_then_job_stopped_and_submitted_again(head: RayHead, proje
     assert verify_run(store).problems == []
 
     wait_for("the ShardWriters end", lambda: not any(processes_of(node, "ray::ShardWriter") for node in head.nodes), 10)
-    carried = {path.name for path in head.temp_dir.glob("session_2*/runtime_resources/working_dir_files/*/*")}
+    carried = {path.name for path in head.temp_dir.glob("**/session_2*/runtime_resources/working_dir_files/*/*")}
     assert {"app", "workers", "storage", "jobs"} <= carried
     assert not {".venv", "runs", ".git"} & carried
