@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from app.export import check_export_folder, export_run
+from app.failure_cause import TellCause, last_line
 from app.interrupts import interruptible
 from app.job_spec import JobSpec
 from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
@@ -33,7 +34,8 @@ from storage.liveness import this_process
 from storage.messages import Verdict
 from storage.object_store import ObjectStore, open_object_store
 from storage.records import digest_of
-from workers.train_loop import LoopConfig, train
+from workers.loop_config import LoopConfig
+from workers.train_loop import train
 
 PROGRESS_S = 0.5
 HEALTH_CHECK_S = "0.5"
@@ -164,16 +166,11 @@ def _answer(call: Any) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
-        reason = _last_line(error)[:200]
+        reason = last_line(error)[:200]
         raise LayerCheckError(
             f"the CheckpointActor could not be started: {reason}; give the cluster this project's code and packages "
             "(`ray job submit --working-dir .` from the project's folder)"
         ) from error
-
-
-def _last_line(error: BaseException) -> str:
-    """What matters of one of Ray's errors, behind the traceback; of an error without a text, its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _half_the_object_store() -> int:
@@ -186,27 +183,6 @@ def _start_actor(setup: ActorSetup) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000, "scheduling_strategy": here}
     return ray.remote(CheckpointActor).options(**options).remote(setup)
-
-
-class _TellCause(ray.train.UserCallback):
-    """Runs in Ray Train's controller: tells the CheckpointActor why the worker group is restarted."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called when workers have failed, before they are restarted."""
-        self._actor.note_failure.remote(describe_failures(worker_exceptions))
-
-
-def describe_failures(failures: dict[int, Exception]) -> str:
-    """One line for the summary: which ranks failed of what; a rank that died first takes others with it."""
-    deaths = {
-        rank: error for rank, error in failures.items() if "died" in str(error).lower() or "SYSTEM_ERROR" in str(error)
-    }
-    told = deaths or failures
-    what = "worker process died" if deaths else _last_line(next(iter(told.values())))[:160]
-    return f"rank {', '.join(str(rank) for rank in sorted(told))}: {what}"
 
 
 def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
@@ -225,7 +201,7 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
                 name=spec.name,
                 storage_path=scratch,  # nothing is reported to Ray Train: checkpoints go through the ShardWriters
                 failure_config=ray.train.FailureConfig(max_failures=spec.failures.max_failures),
-                callbacks=[_TellCause(loop.actor)],  # type: ignore[list-item]  # typed as Ray Train V1's
+                callbacks=[TellCause(loop.actor)],  # type: ignore[list-item]  # typed as Ray Train V1's
             ),
         )
         try:
@@ -237,7 +213,7 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
             return Verdict(
                 kind="TrainingFailedError",
                 message=f"the workers failed more often than failures.max_failures = {spec.failures.max_failures} "
-                f"allows; mend the cause and run the same command again: {_last_line(error)}",
+                f"allows; mend the cause and run the same command again: {last_line(error)}",
             )
     return verdict
 

@@ -2,8 +2,6 @@
 
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import ray
 import ray.train
@@ -14,32 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from storage.errors import TrainingError
 from storage.messages import Verdict
 from storage.object_store import open_object_store
-from storage.options import CheckpointOptions, StorageOptions
 from storage.records import BaseVersion
 from workers.checkpointer import Checkpointer, RunStoppedError, StepStats, ask_together
-from workers.data import Examples, TokenizedData
+from workers.data import Examples
 from workers.faults import FaultInjector
 from workers.layers import find_layers
+from workers.loop_config import LoopConfig
 from workers.model import base_digest, build_model
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
-from workers.options import FaultOptions, ModelOptions, TrainingOptions
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """What the driver gives every worker."""
-
-    run: str
-    storage: StorageOptions
-    model: ModelOptions
-    training: TrainingOptions
-    checkpoint: CheckpointOptions
-    faults: tuple[FaultOptions, ...]
-    total_steps: int
-    pad_id: int
-    data: "ray.ObjectRef[TokenizedData]"
-    actor: Any
 
 
 def train(config: dict[str, LoopConfig]) -> Verdict | None:
