@@ -30,6 +30,7 @@ from app.status import RunStatus, read_status
 from storage.actor_calls import patiently
 from storage.checkpoint_actor import ActorSetup, CheckpointActor
 from storage.errors import LayerCheckError, SpecError
+from storage.fault_points import FaultPoints
 from storage.liveness import this_process
 from storage.messages import Verdict
 from storage.object_store import ObjectStore, open_object_store
@@ -132,6 +133,7 @@ def _train(
         where=this_process(),
         attempts_without_progress=resolved.failures.attempts_without_progress,
         store_outage_s=resolved.failures.store_outage_s,
+        faults=tuple(resolved.fault_injection),
     )
     actor = _start_actor(setup)
     try:
@@ -148,7 +150,8 @@ def _train(
             data=ray.put(prepared.data),
             actor=actor,
         )
-        with _progress(actor, resolved, prepared.total_steps, console):
+        faults = FaultPoints(resolved.fault_injection, "driver", store)
+        with _progress(actor, resolved, prepared.total_steps, faults, console):
             verdict = _fit(resolved, loop)
         verdict = verdict or patiently(actor, "verdict")
     finally:
@@ -219,7 +222,7 @@ def _fit(spec: JobSpec, loop: LoopConfig) -> Verdict | None:
 
 
 @contextmanager
-def _progress(actor: Any, spec: JobSpec, total_steps: int, console: Console) -> Iterator[None]:
+def _progress(actor: Any, spec: JobSpec, total_steps: int, faults: FaultPoints, console: Console) -> Iterator[None]:
     """Show how the run stands until the block ends."""
     done = threading.Event()
 
@@ -230,6 +233,7 @@ def _progress(actor: Any, spec: JobSpec, total_steps: int, console: Console) -> 
                 lacking = shortage(spec.scaling, ray.cluster_resources())
             except (ray.exceptions.RayError, TimeoutError):
                 continue  # the actor is being restarted
+            faults.strike("progress", step=live.step)
             display.update(
                 LiveProgress(
                     step=live.step,

@@ -11,8 +11,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from app.spec_problems import problems_of
 from app.yaml_text import parse_yaml
 from storage.errors import SpecError
+from storage.fault_points import FaultOptions
 from storage.options import CheckpointOptions, Options, StorageOptions
-from workers.options import DataOptions, FaultOptions, ModelOptions, TrainingOptions
+from workers.options import DataOptions, ModelOptions, TrainingOptions
 
 
 class ScalingOptions(Options):
@@ -113,11 +114,15 @@ def _misfits(spec: JobSpec) -> Iterator[str]:
             "model.attention: flash_attention_2 runs on GPUs only, got scaling.gpus_per_worker = 0; "
             "set model.attention to sdpa or give each worker a GPU"
         )
+    addresses = [fault.address for fault in spec.fault_injection]
     for index, fault in enumerate(spec.fault_injection):
-        if fault.rank >= workers:
+        if fault.rank is not None and fault.rank >= workers:
             yield f"fault_injection.{index}.rank: expected less than scaling.workers = {workers}, got {fault.rank}"
         if steps is not None and fault.step > steps:
             yield f"fault_injection.{index}.step: expected at most training.steps = {steps}, got {fault.step}"
+        twin = addresses.index(fault.address)
+        if twin != index:
+            yield f"fault_injection.{index}: expected another address than fault_injection.{twin}: a fault fires once"
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:

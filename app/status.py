@@ -2,6 +2,7 @@
 
 from app.existing_run import existing_run, no_restore_point
 from storage.catalog import Catalog
+from storage.fault_points import fired_faults
 from storage.object_store import ObjectStore
 from storage.records import Incident, Record, Recovery, Stored
 
@@ -92,4 +93,5 @@ def read_status(store: ObjectStore) -> RunStatus:
     record = Catalog(store).newest_record()
     if record is None:
         raise no_restore_point(store)
-    return status_of(store.url, record)
+    status = status_of(store.url, record)
+    return status.model_copy(update={"incidents": (*fired_faults(store), *status.incidents)})

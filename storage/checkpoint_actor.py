@@ -22,6 +22,7 @@ from storage.errors import (
     StoreError,
     TrainingError,
 )
+from storage.fault_points import FaultOptions, FaultPoints, Point
 from storage.journal import Journal
 from storage.ledger import Ledger, RestorePoint
 from storage.liveness import BEAT_S
@@ -70,6 +71,7 @@ class ActorSetup:
     where: ProcessId
     attempts_without_progress: int
     store_outage_s: float
+    faults: tuple[FaultOptions, ...]
 
 
 class CheckpointActor:
@@ -80,9 +82,12 @@ class CheckpointActor:
         self._bound = 0 if self._options.mode == "full" else self._options.staleness_bound_steps
         self._store = open_object_store(setup.storage, setup.run)
         self._catalog = Catalog(self._store)
+        self._faults = FaultPoints(setup.faults, "actor", self._store)
         self._journal = Journal(None)
         self._health = StoreHealth(setup.store_outage_s, lambda kind, what: self._journal.incident(kind, what))
-        self._writers = WriterGroup(setup.storage, setup.run, setup.run_id, self._take_outcome, self._give_up)
+        self._writers = WriterGroup(
+            setup.storage, setup.run, setup.run_id, setup.faults, self._take_outcome, self._give_up
+        )
         self._pacer = Pacer(self._options, setup.in_flight_limit_bytes)
         self._points = RestorePoints(self._catalog, self._options.keep_restore_points, 0, [], self._health)
         self._ledger: Ledger
@@ -165,6 +170,10 @@ class CheckpointActor:
         if self._verdict is None:
             self._verdict = Verdict(kind=type(error).__name__, message=str(error))
 
+    async def _strike(self, point: Point, step: int) -> None:
+        if self._faults:
+            await asyncio.to_thread(self._faults.strike, point, step=step, attempt=self._attempt)
+
     async def _show_life(self) -> None:
         beat = 0
         while True:
@@ -239,6 +248,7 @@ class CheckpointActor:
                 if group is not self._coming:  # its ranks died while it waited here, and others have come since
                     return Verdict(kind="FencedError", message="a newer worker group has come; this one stops")
                 await self._take_on(group)
+                await self._strike("begin_attempt", self._ledger.committed.step)
                 return await self._pin_plan()
         except LayerCheckError as error:
             self._give_up(error)
@@ -387,6 +397,7 @@ class CheckpointActor:
                 return Reply(restore_point=self._ledger.committed.step, needs_attempt_facts=True)
             self._group = WorkerGroup.of(report.attempt_facts)
             self._writers.follow(self._group.nodes)
+        await self._strike("report", report.step)
         self._state = "holding for storage" if report.hold else "flushing" if report.flush else "training"
         if report.carried_out is not None and report.carried_out.epoch == self._epoch:
             self._ledger.carried_out(report.carried_out.decision, report.carried_out_step)
@@ -505,7 +516,9 @@ class CheckpointActor:
             finished=finished,
         )
         self._seq += 1
+        await self._strike("before_commit", point.step)
         await self._points.commit(record)
+        await self._strike("after_commit", point.step)
         self._ledger.commit(point)
         self._committed.set()
 
@@ -528,6 +541,7 @@ class CheckpointActor:
             try:
                 async with self._committing:
                     await self._commit(self._ledger.committed, finished=True)
+                    await self._strike("finish", step)
                     with contextlib.suppress(StoreError):  # what stays is deleted by `gc`
                         await self._points.sweep_everything()
                 self._state = "finished"

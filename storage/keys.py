@@ -4,6 +4,7 @@ EPOCHS = "catalog/epochs/"
 RECORDS = "catalog/records/"
 LAYERS = "layers/"
 PROBES = "catalog/probes/"
+FAULTS = "catalog/faults/"
 
 
 def epoch_claim(epoch: int) -> str:
@@ -34,6 +35,11 @@ def record(epoch: int, seq: int) -> str:
 def probe(token: str) -> str:
     """Object that start-up probes create, read and delete."""
     return f"{PROBES}{token}"
+
+
+def fault(address: str) -> str:
+    """Evidence that an injected fault has fired."""
+    return f"{FAULTS}{address}.json"
 
 
 def version(layer: str, step: int, epoch: int, attempt: int) -> str:

@@ -1,6 +1,6 @@
 """Writes shards, see `storage.shard_format`: streaming, without a second copy of what is large."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,8 +45,16 @@ class _Piece:
         return data.view(np.uint8).data
 
 
-def write_shard(store: ObjectStore, key: str, meta: ShardMeta, tensors: Sequence[ShardTensor]) -> ShardSummary:
+def write_shard(
+    store: ObjectStore,
+    key: str,
+    meta: ShardMeta,
+    tensors: Sequence[ShardTensor],
+    after_batch: Callable[[], None] = lambda: None,
+) -> ShardSummary:
     """Store `tensors` as a shard under `key`; durable on return, invisible after an exception.
+
+    `after_batch` is called when a record batch has been written.
 
     Raises:
         StoreError: the store failed.
@@ -63,6 +71,7 @@ def write_shard(store: ObjectStore, key: str, meta: ShardMeta, tensors: Sequence
         unflushed = 0
         for batch in batches:
             writer.write_batch(_encode(batch, schema, checksums))
+            after_batch()
             unflushed += sum(piece.bytes for piece in batch)
             if unflushed >= _FLUSH_BYTES:
                 stream.flush()

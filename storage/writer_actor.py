@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage import keys
 from storage.errors import LayerCheckError
+from storage.fault_points import FaultOptions, FaultPoints
 from storage.finite import count_nonfinite
 from storage.messages import ShardOrder, ShardOutcome, WriterReport
 from storage.object_store import open_object_store
@@ -35,8 +37,9 @@ ABANDONED_S = 120.0
 class ShardWriter:
     """Accepts shards, stores them, and keeps each outcome until it is told to forget it."""
 
-    def __init__(self, storage: StorageOptions, run: str) -> None:
+    def __init__(self, storage: StorageOptions, run: str, faults: Sequence[FaultOptions]) -> None:
         self._store = open_object_store(storage, run)
+        self._faults = FaultPoints(faults, "writer", self._store)
         self._uploads = ThreadPoolExecutor(PARALLEL_UPLOADS, thread_name_prefix="upload")
         self._pending: set[tuple[VersionId, int]] = set()
         self._outcomes: dict[tuple[VersionId, int], ShardOutcome] = {}
@@ -96,6 +99,7 @@ class ShardWriter:
 
     def _store_blocking(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> ShardOutcome:
         version, rank, world_size = order.meta.version, order.meta.rank, order.meta.world_size
+        strike = partial(self._faults.strike, step=version.step, attempt=version.attempt, rank=rank)
         base = ShardOutcome(version=version, world_size=world_size, rank=rank)
         try:
             for tensor in tensors:
@@ -105,7 +109,9 @@ class ShardWriter:
                     problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
                     return replace(base, problem=problem, poisoned=True)
             key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
-            summary = write_shard(self._store, key, order.meta, tensors)
+            strike("before_upload")
+            summary = write_shard(self._store, key, order.meta, tensors, partial(strike, "during_upload"))
+            strike("after_upload")
         except LayerCheckError as error:
             return replace(base, problem=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the actor must hear of it rather than wait
@@ -119,7 +125,9 @@ def writer_name(run_id: str, node_id: str) -> str:
     return f"writer:{run_id}:{node_id}"
 
 
-def ensure_writer(storage: StorageOptions, run: str, run_id: str, node_id: str) -> Any:
+def ensure_writer(
+    storage: StorageOptions, run: str, run_id: str, node_id: str, faults: Sequence[FaultOptions] = ()
+) -> Any:
     """Handle of the node's ShardWriter; starts it if it does not live."""
     options: dict[str, Any] = {
         "name": writer_name(run_id, node_id),
@@ -131,4 +139,4 @@ def ensure_writer(storage: StorageOptions, run: str, run_id: str, node_id: str) 
         "max_concurrency": 1000,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
-    return ray.remote(ShardWriter).options(**options).remote(storage, run)
+    return ray.remote(ShardWriter).options(**options).remote(storage, run, faults)

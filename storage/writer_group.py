@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 
 from storage.errors import LayerCheckError
+from storage.fault_points import FaultOptions
 from storage.messages import ShardOutcome, WriterReport
 from storage.options import StorageOptions
 from storage.records import VersionId
@@ -28,11 +29,12 @@ class WriterGroup:
         storage: StorageOptions,
         run: str,
         run_id: str,
+        faults: Sequence[FaultOptions],
         take_outcome: Callable[[ShardOutcome], ShardKey | None],
         give_up: Callable[[Exception], None],
     ) -> None:
         """`take_outcome` books an outcome and returns its key once the writer may forget it."""
-        self._storage, self._run, self._run_id = storage, run, run_id
+        self._storage, self._run, self._run_id, self._faults = storage, run, run_id, faults
         self._take_outcome, self._give_up = take_outcome, give_up
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._held: dict[str, tuple[float, frozenset[ShardKey]]] = {}
@@ -80,7 +82,7 @@ class WriterGroup:
                 ray.kill(ray.get_actor(writer_name(self._run_id, node), namespace=NAMESPACE))
 
     async def _writer(self, node: str) -> Any:
-        return await asyncio.to_thread(ensure_writer, self._storage, self._run, self._run_id, node)
+        return await asyncio.to_thread(ensure_writer, self._storage, self._run, self._run_id, node, self._faults)
 
     async def _guarded(self, following: Awaitable[None]) -> None:
         try:

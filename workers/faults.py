@@ -1,16 +1,16 @@
-"""Fault injection: strikes at an addressed point (rank, step, point, attempt), and tells the CheckpointActor first."""
+"""Fault injection in a training worker, see `storage.fault_points`."""
 
 import os
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor, nn
 
+from storage.fault_points import FaultOptions, FaultPoints, Point
+from storage.object_store import ObjectStore
 from workers.layers import Layer
-from workers.options import FaultOptions
 
 
 class InjectedFaultError(RuntimeError):
@@ -20,9 +20,10 @@ class InjectedFaultError(RuntimeError):
 class FaultInjector:
     """Faults of one rank in one attempt."""
 
-    def __init__(self, faults: Sequence[FaultOptions], rank: int, actor: Any) -> None:
-        self._faults = [fault for fault in faults if fault.rank == rank]
-        self._actor = actor
+    def __init__(self, faults: Sequence[FaultOptions], rank: int, store: ObjectStore) -> None:
+        self._faults = FaultPoints([fault for fault in faults if fault.action != "nan"], "worker", store)
+        self._poison = FaultPoints([fault for fault in faults if fault.action == "nan"], "worker", store)
+        self._rank = rank
         self._attempt = 0
         self._step = 0
 
@@ -34,16 +35,18 @@ class FaultInjector:
         """Training is about to do `step`."""
         self._step = step
 
-    def strike(self, point: str) -> None:
+    def strike(self, point: Point) -> None:
         """Fire the fault addressed to this point, if there is one."""
-        for fault in self._faults:
-            here = fault.point == point and fault.attempt == self._attempt
-            if here and fault.step == self._step and fault.action != "nan":
-                self._fire(fault)
+        fault = self._due(self._faults, point)
+        if fault is None:
+            return
+        if fault.action == "raise":
+            raise InjectedFaultError(f"injected at step {self._step}, point {point}")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         """Strike inside the passes: when the middle block has run, and when its output's gradient arrives."""
-        if self._faults:
+        if self._faults or self._poison:
             middle = layers[len(layers) // 2]
             block = os.path.commonpath([name.replace(".", "/") for name in middle.params]).replace("/", ".")
             model.get_submodule(block).register_forward_hook(self._after_block)
@@ -56,18 +59,9 @@ class FaultInjector:
 
     def _on_gradient(self, gradient: Tensor) -> Tensor:
         self.strike("backward")
-        poison = [f for f in self._faults if f.action == "nan" and (f.step, f.attempt) == (self._step, self._attempt)]
-        if poison:
-            self._tell(poison[0])
+        if self._due(self._poison, "backward"):
             return torch.full_like(gradient, float("nan"))
         return gradient
 
-    def _tell(self, fault: FaultOptions) -> None:
-        what = f"{fault.action} of rank {fault.rank} at step {self._step}, point {fault.point}"
-        ray.get(self._actor.note_incident.remote("fault injected", what))
-
-    def _fire(self, fault: FaultOptions) -> None:
-        self._tell(fault)
-        if fault.action == "raise":
-            raise InjectedFaultError(f"injected at step {self._step}, point {fault.point}")
-        os.kill(os.getpid(), signal.SIGKILL)
+    def _due(self, faults: FaultPoints, point: Point) -> FaultOptions | None:
+        return faults.due(point, step=self._step, attempt=self._attempt, rank=self._rank)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from storage.fault_points import FaultOptions
 from storage.options import CheckpointOptions, StorageOptions
-from workers.options import FaultOptions, ModelOptions, TrainingOptions
+from workers.options import ModelOptions, TrainingOptions
 
 if TYPE_CHECKING:
     import ray

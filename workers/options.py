@@ -1,4 +1,4 @@
-"""Options of the model, the data, training and fault injection, as they stand in the job spec."""
+"""Options of the model, the data and training, as they stand in the job spec."""
 
 from typing import Annotated, Literal
 
@@ -135,23 +135,3 @@ class TrainingOptions(Options):
                 f"global_batch must be a multiple of micro_batch = {self.micro_batch}, got {self.global_batch}"
             )
         return self
-
-
-class FaultOptions(Options):
-    """One injected fault, addressed by who, step and point. It fires once."""
-
-    rank: Annotated[int, Field(ge=0)]
-    """Training worker that is struck."""
-
-    step: Annotated[int, Field(ge=1)]
-    """Step at which it is struck."""
-
-    point: Literal["forward", "backward", "before_tick", "snapshot", "hand_over", "restore"] = "backward"
-    """`forward`, `backward`: while they run; `before_tick`: optimizer stepped, nothing measured; `snapshot`: before
-    the copy; `hand_over`: copied, not accepted; `restore`: reading the composite (whatever its step)."""
-
-    attempt: Annotated[int, Field(ge=1)] = 1
-    """Attempt that is struck; later attempts redo the step unharmed."""
-
-    action: Literal["kill", "raise", "nan"] = "kill"
-    """`kill`: SIGKILL to the worker; `raise`: an exception; `nan`: a gradient becomes NaN."""

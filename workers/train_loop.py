@@ -54,11 +54,12 @@ class _Loop:
         base = BaseVersion(source=config.model.path, digest=base_digest(model, layers) if dist.get_rank() == 0 else "")
         model.to(self.device)  # type: ignore[arg-type]  # transformers' wrapper hides the method's own types
         optimizer = build_optimizer(model, training)
-        self.faults = FaultInjector(config.faults, dist.get_rank(), config.actor)
+        store = open_object_store(config.storage, config.run)
+        self.faults = FaultInjector(config.faults, dist.get_rank(), store)
         self.faults.watch(model, layers)
         self.checkpointer = Checkpointer(
             actor=config.actor,
-            store=open_object_store(config.storage, config.run),
+            store=store,
             run=config.run,
             options=config.checkpoint,
             model=model,

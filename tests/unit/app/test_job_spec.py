@@ -64,14 +64,49 @@ OVERRIDES_AND_PROBLEMS = [
     ),
     (["training.passes=2"], ["training: give steps or passes, one of them"]),
     (
-        ["fault_injection=[{step: 3}]"],
-        ["fault_injection.0.rank: missing; expected integer >= 0 (Training worker that is struck.)"],
+        ["fault_injection=[{who: actor, step: 3, point: forward}]"],
+        [
+            (
+                "fault_injection.0: point: expected one of before_commit, after_commit, report, begin_attempt, finish "
+                "for actor, got forward"
+            )
+        ],
+    ),
+    (
+        ["fault_injection=[{who: driver, step: 3, rank: 0}]"],
+        ["fault_injection.0: rank: expected null for driver, got 0"],
+    ),
+    (
+        ["fault_injection=[{who: driver, step: 3, attempt: 1}]"],
+        ["fault_injection.0: attempt: expected null for driver, got 1"],
+    ),
+    (
+        ["fault_injection=[{who: writer, step: 3, action: raise}]"],
+        ["fault_injection.0: action: expected kill for writer, got raise"],
+    ),
+    (
+        ["fault_injection=[{step: 3, point: forward, action: nan}]"],
+        ["fault_injection.0: point: expected backward for action nan, got forward"],
+    ),
+    (
+        ["fault_injection=[{step: 3}, {step: 4}, {step: 3, point: backward}]"],
+        ["fault_injection.2: expected another address than fault_injection.0: a fault fires once"],
+    ),
+    (
+        ["fault_injection=[{rank: 0}]"],
+        [
+            (
+                "fault_injection.0.step: missing; expected integer >= 0 (It strikes when its point is first reached at "
+                "or after this step: the step trained or restored (worker), of the version (writer), of the restore "
+                "point or the report (actor), last reported (driver).)"
+            )
+        ],
     ),
     (
         ["fault_injection=[{rank: 0, step: 3, actoin: kill}]"],
         [
             (
-                "fault_injection.0.actoin: unknown key; expected one of rank, step, point, attempt, action; "
+                "fault_injection.0.actoin: unknown key; expected one of who, rank, step, point, attempt, action; "
                 "did you mean action?"
             )
         ],

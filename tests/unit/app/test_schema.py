@@ -52,7 +52,7 @@ def test_every_field_is_listed_once_with_type_and_meaning() -> None:
         ("model.layers", "mapping of names to list of text or null", False, None),
         ("storage.s3.secret_key", "text or null", False, None),
         ("fault_injection", "list of sections", False, []),
-        ("fault_injection[].rank", "integer >= 0", True, None),
+        ("fault_injection[].step", "integer >= 0", True, None),
         ("failures.attempts_without_progress", "integer >= 1", False, 5),
     ],
 )
