@@ -17,8 +17,6 @@ from typing import NoReturn
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 
-from app.driver import run_job
-from app.export import export_run
 from app.gc import collect
 from app.job_spec import JobSpec, load_spec
 from app.quiet import quiet_libraries, quiet_stdout
@@ -141,6 +139,8 @@ def _schema(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     spec = load_spec(args.spec, args.set)
+    from app.driver import run_job  # noqa: PLC0415 - torch and transformers: eight seconds that others need not wait
+
     with quiet_stdout():
         outcome = run_job(spec, takeover=args.takeover, console=Console(stderr=True))
     if outcome.status is not None:
@@ -162,6 +162,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from app.export import export_run  # noqa: PLC0415 - as in `_run`
+
     step = export_run(_store(args), args.dir)
     _show(args, {"step": step, "dir": str(args.dir)}, f"wrote the model of step {step} to {args.dir}")
     return 0
