@@ -6,6 +6,10 @@ from storage import keys
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError
 from storage.object_store import ObjectStore
 from storage.records import EpochClaim, EpochLife, Manifest, Record, VersionRef, digest_of
+from storage.store_common import ObjectInfo
+
+LARGEST_DOCUMENT_BYTES = 64 << 20
+"""No claim, record or manifest is larger; an object that is has not been written by this project."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Catalog:
     def newest_claim(self) -> EpochClaim | None:
         """Claim of the highest epoch, or None for a new run."""
         claims = self.store.list(keys.EPOCHS)
-        return self._read_claim(claims[-1].key) if claims else None
+        return self._read_claim(claims[-1]) if claims else None
 
     def claim(self, claim: EpochClaim) -> EpochClaim:
         """Claim the next free epoch for `claim` (its `epoch` is filled in).
@@ -35,7 +39,7 @@ class Catalog:
         Raises:
             FencedError: another driver has taken the run over from this one, or won the race for the epoch.
         """
-        claims = [self._read_claim(info.key) for info in self.store.list(keys.EPOCHS)]
+        claims = [self._read_claim(info) for info in self.store.list(keys.EPOCHS)]
         newest = claims[-1] if claims else None
         if newest and newest.driver != claim.driver and any(old.driver == claim.driver for old in claims):
             raise FencedError(_taken_over(newest))
@@ -45,7 +49,7 @@ class Catalog:
             self.store.create(key, mine.to_bytes())
         except ObjectExistsError:
             # A creation can succeed with its reply lost; the retry then meets our own object.
-            winner = self._read_claim(key)
+            winner = self._read_claim(ObjectInfo(key, self.store.size(key)))
             if winner.nonce != mine.nonce:
                 raise FencedError(_taken_over(winner)) from None
         return mine
@@ -60,8 +64,10 @@ class Catalog:
         """Overwrite the epoch's sign of life."""
         self.store.put(keys.epoch_life(life.epoch), life.to_bytes())
 
-    def _read_claim(self, key: str) -> EpochClaim:
-        return EpochClaim.from_bytes(key, self.store.read(key))
+    def _read_claim(self, info: ObjectInfo) -> EpochClaim:
+        claim = EpochClaim.from_bytes(info.key, self._read(info))
+        _check_name(info.key, keys.epoch_claim(claim.epoch))
+        return claim
 
     # --- records and manifests
 
@@ -84,7 +90,7 @@ class Catalog:
         found = Restorable([])
         for info in reversed(self.store.list(keys.RECORDS)):
             try:
-                found.records.append(Record.from_bytes(info.key, self.store.read(info.key)))
+                found.records.append(self._read_record(info))
             except ObjectNotFoundError:
                 continue  # retention has deleted it since the listing
             except CorruptObjectError as error:
@@ -95,10 +101,15 @@ class Catalog:
         """Newest readable record, or None."""
         for info in reversed(self.store.list(keys.RECORDS)):
             try:
-                return Record.from_bytes(info.key, self.store.read(info.key))
+                return self._read_record(info)
             except (ObjectNotFoundError, CorruptObjectError):
                 continue
         return None
+
+    def _read_record(self, info: ObjectInfo) -> Record:
+        record = Record.from_bytes(info.key, self._read(info))
+        _check_name(info.key, keys.record(record.epoch, record.seq))
+        return record
 
     def write_manifest(self, manifest: Manifest) -> VersionRef:
         """Store the manifest of a version all of whose shards are durable; return what a record says of it."""
@@ -123,13 +134,27 @@ class Catalog:
         """
         if ref.manifest_key is None:
             raise ValueError("the base version has no manifest")
-        data = self.store.read(ref.manifest_key)
+        data = self._read(ObjectInfo(ref.manifest_key, self.store.size(ref.manifest_key)))
         if digest_of(data) != ref.manifest_digest:
             raise CorruptObjectError(
                 f"{ref.manifest_key}: expected digest {ref.manifest_digest}, got {digest_of(data)}; "
                 "bring the object back from a copy"
             )
         return Manifest.from_bytes(ref.manifest_key, data)
+
+    def _read(self, info: ObjectInfo) -> bytes:
+        if info.bytes > LARGEST_DOCUMENT_BYTES:
+            raise CorruptObjectError(
+                f"{info.key}: expected at most {LARGEST_DOCUMENT_BYTES} bytes, got {info.bytes}; "
+                "bring the object back from a copy"
+            )
+        return self.store.read(info.key)
+
+
+def _check_name(key: str, own: str) -> None:
+    """An object whole in itself may still be a copy of another one."""
+    if key != own:
+        raise CorruptObjectError(f"{key}: expected the object of this name, got {own}; bring it back from a copy")
 
 
 def _taken_over(winner: EpochClaim) -> str:

@@ -1,13 +1,18 @@
 """What the catalog stores, as JSON: epoch claims, manifests and records. Validated on reading, never executed."""
 
+import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from storage.errors import CorruptObjectError
 
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+
+_LONGEST_REASON = 200  # what a message quotes of stored bytes
+_SEALED = re.compile(rb'\{"digest":"([0-9a-f]{32})",')
 
 
 def digest_of(data: bytes) -> str:
@@ -18,7 +23,7 @@ def digest_of(data: bytes) -> str:
 class Stored(BaseModel):
     """Base of everything stored as JSON: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
@@ -36,7 +41,31 @@ class Stored(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
-            raise CorruptObjectError(f"{key}: {where}: {first['msg']}; restore the object or delete it") from error
+            reason = " ".join(f"{where}: {first['msg']}".split())[:_LONGEST_REASON]
+            raise CorruptObjectError(f"{key}: {reason}; restore the object or delete it") from error
+
+
+class Sealed(Stored):
+    """Base of everything stored as an object of its own: the JSON's first field is a digest of the rest."""
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with its digest."""
+        rest = super().to_bytes()
+        return b'{"digest":"%s",%s' % (digest_of(rest).encode(), rest[1:])
+
+    @classmethod
+    def from_bytes(cls, key: str, data: bytes) -> Self:
+        """Parse what `to_bytes` wrote.
+
+        Raises:
+            CorruptObjectError: `data` is not such a document, or not as it was written; names `key`.
+        """
+        seal = _SEALED.match(data)
+        rest = b"{" + data[seal.end() :] if seal else data
+        expected, got = seal.group(1).decode() if seal else "at its beginning", digest_of(rest)
+        if expected != got:
+            raise CorruptObjectError(f"{key}: expected digest {expected}, got {got}; bring the object back from a copy")
+        return super().from_bytes(key, rest)
 
 
 class ElementRange(Stored):
@@ -66,13 +95,20 @@ class VersionId(Stored):
     attempt: NonNegative
 
 
-class Manifest(Stored):
+class Manifest(Sealed):
     """Shards of all owners of one layer version."""
 
     format_version: Literal[1] = 1
     version: VersionId
     world_size: Annotated[int, Field(ge=1)]
     shards: tuple[ShardRef, ...]
+
+    @model_validator(mode="after")
+    def _one_shard_a_rank(self) -> Self:
+        ranks = sorted(shard.rank for shard in self.shards)
+        if len(ranks) != self.world_size or ranks != list(range(len(ranks))):
+            raise ValueError(f"expected one shard of each of {self.world_size} ranks")
+        return self
 
     @property
     def bytes(self) -> int:
@@ -153,7 +189,7 @@ class Progress(Stored):
     tick_seconds_p99: float | None = None
 
 
-class Record(Stored):
+class Record(Sealed):
     """A committed restore point: the whole map layer -> version, and the run's story so far."""
 
     format_version: Literal[1] = 1
@@ -172,6 +208,15 @@ class Record(Stored):
     recoveries: tuple[Recovery, ...] = ()
     incidents: tuple[Incident, ...] = ()
     finished: bool = False
+
+    @model_validator(mode="after")
+    def _map_is_whole(self) -> Self:
+        names = {fact.name for fact in self.facts}
+        if names != self.layers.keys() or not names >= self.previous.keys():
+            raise ValueError("expected a version of every layer, and of no other")
+        if any(ref.step > self.step for ref in self.layers.values()):
+            raise ValueError(f"expected no layer newer than the restore point's step {self.step}")
+        return self
 
     def ages(self) -> dict[str, int]:
         """Age in steps of each layer that is trained."""
@@ -196,7 +241,7 @@ class ProcessId(Stored):
     started: str
 
 
-class EpochClaim(Stored):
+class EpochClaim(Sealed):
     """Content of the object whose exclusive creation claims an epoch: who, where, when, with which spec."""
 
     format_version: Literal[1] = 1
@@ -210,8 +255,14 @@ class EpochClaim(Stored):
     data_fingerprint: str
     """Of the examples themselves: a path does not say what lies there."""
 
+    @field_validator("spec")
+    @classmethod
+    def _is_json(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        json.dumps(spec, allow_nan=False)
+        return spec
 
-class EpochLife(Stored):
+
+class EpochLife(Sealed):
     """Sign of life of an epoch: a counter that moves, so that no clock has to be trusted."""
 
     epoch: NonNegative

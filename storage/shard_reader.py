@@ -1,5 +1,6 @@
 """Reads shards, see `storage.shard_format`. Stored bytes are not trusted, bounded before use, and never executed."""
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from storage.arrow_file import read_record_batch, record_batch_blocks
 from storage.errors import CorruptObjectError
 from storage.object_store import ObjectStore
 from storage.shard_format import (
@@ -28,7 +30,18 @@ from storage.shard_format import (
 from storage.store_common import translated
 
 # What Arrow raises for bytes that are no IPC file: its own errors, and Python's for sizes and names that make no sense.
-_PARSE_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError)
+_PARSE_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    TypeError,
+    struct.error,
+)
 _LARGEST_READ = 4 * BATCH_BYTES  # nothing that a range read fetches at once (footer, batch) is larger
 
 
@@ -60,7 +73,7 @@ def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
         raise CorruptObjectError(f"{key}: expected {bytes} bytes, got {buffer.size}; the object is truncated")
     with _parsing(key):
         shard = _OpenShard(key, pa.BufferReader(buffer), bytes)
-        rows = [row for batch in range(shard.batches) for row in shard.rows(batch)]
+        rows = [row for batch in shard.batches for row in shard.rows(batch)]
         if (found := shard.checksums.digest()) != digest:
             raise CorruptObjectError(f"{key}: expected digest {digest}, got {found}; the object is another one")
         places = [place for tensor in shard.index.tensors for place in tensor.chunks]
@@ -84,16 +97,19 @@ def read_range(store: ObjectStore, key: str, bytes: int, name: str, kind: str, f
         A shard with this part of this one tensor.
 
     Raises:
-        ObjectNotFoundError, CorruptObjectError, StoreError: as `read_shard`.
-        ValueError: the shard holds no such elements.
+        ObjectNotFoundError, StoreError: as `read_shard`.
+        CorruptObjectError: as `read_shard`, or the shard holds no such elements.
     """
     with store.open_reader(key) as source:
         _check_size(source, key, bytes)
         with _parsing(key):
             shard = _OpenShard(key, pa.PythonFile(_BoundedFile(source, key, bytes), mode="r"), bytes)
             found = [tensor for tensor in shard.index.tensors if (tensor.name, tensor.kind) == (name, kind)]
-        if not found or first < found[0].first or count < 0 or first + count > found[0].first + found[0].count:
-            raise ValueError(f"{key} does not hold elements [{first}, {first + count}) of {name} ({kind})")
+            held = bool(found) and 0 <= first - found[0].first <= first - found[0].first + count <= found[0].count
+        if not held:
+            raise CorruptObjectError(
+                f"{key} does not hold elements [{first}, {first + count}) of {name[:80]} ({kind[:80]})"
+            )
         tensor = found[0]
         chunks = [c for c in tensor.chunks if c.first < first + count and first < c.first + c.count] or tensor.chunks[
             :1
@@ -110,25 +126,29 @@ class _OpenShard:
     """A shard whose metadata is parsed and checked; its rows are checked one batch at a time."""
 
     def __init__(self, key: str, source: pa.NativeFile, size: int) -> None:
-        self.key = key
-        self._reader = pa.ipc.open_file(source)
-        if not self._reader.schema.equals(SCHEMA):
+        self.key, self._source = key, source
+        schema = pa.ipc.open_file(source).schema
+        if not schema.equals(SCHEMA):
             raise CorruptObjectError(f"{key}: columns are not those of shard format 1")
-        metadata = self._reader.schema.metadata or {}
+        metadata = schema.metadata or {}
         if metadata.keys() != {META_KEY, INDEX_KEY}:
             raise CorruptObjectError(f"{key}: metadata is not that of shard format 1")
         self.meta = ShardMeta.from_bytes(key, metadata[META_KEY])
         self.index = ChunkIndex.from_bytes(key, metadata[INDEX_KEY])
         if (total := sum(tensor.bytes for tensor in self.index.tensors)) > size:
             raise CorruptObjectError(f"{key}: the chunk index promises {total} bytes of elements in a file of {size}")
-        self.batches: int = self._reader.num_record_batches
+        self._blocks = record_batch_blocks(key, source, size)
         self.checksums = Checksums(metadata[META_KEY], metadata[INDEX_KEY])
         self.seen: list[tuple[int, int]] = []
 
+    @property
+    def batches(self) -> range:
+        """Numbers of the batches."""
+        return range(len(self._blocks))
+
     def rows(self, number: int) -> Iterator[_Row]:
         """Rows of batch `number`, each verified by its checksum."""
-        batch = self._reader.get_batch(number)
-        batch.validate(full=True)  # offsets that point outside the payload would be followed otherwise
+        batch = read_record_batch(self.key, self._source, self._blocks[number], SCHEMA)
         if any(column.null_count for column in batch.columns):
             raise CorruptObjectError(f"{self.key}: batch {number} has null fields")
         *columns, payloads, checksums = batch.columns
@@ -148,7 +168,8 @@ def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, 
     for row, chunk in zip(rows, chunks, strict=True):
         expected = (tensor.name, tensor.kind, tensor.dtype, chunk.first, chunk.count, CODEC_RAW)
         if row.fields != expected or row.payload.size != chunk.count * dtype.itemsize:
-            raise CorruptObjectError(f"{key}: expected row {expected}, got {row.fields} with {row.payload.size} bytes")
+            got = f"{str(row.fields)[:200]} with {row.payload.size} bytes"
+            raise CorruptObjectError(f"{key}: expected row {str(expected)[:200]}, got {got}")
     parts = [np.frombuffer(row.payload, dtype) for row in rows]
     data: npt.NDArray[np.generic] = parts[0] if len(parts) == 1 and parts[0].flags.aligned else np.concatenate(parts)
     data.flags.writeable = False

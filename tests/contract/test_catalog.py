@@ -211,3 +211,21 @@ def test_a_corrupt_claim_is_an_error_that_names_it(catalog: Catalog) -> None:
     with pytest.raises(CorruptObjectError, match=keys.epoch_claim(1)):
         catalog.claim(claim())
     assert not issubclass(CorruptObjectError, StoreError)
+
+
+def test_a_copy_under_another_name_is_refused(catalog: Catalog) -> None:
+    catalog.claim(claim())
+    catalog.store.create(keys.epoch_claim(2), catalog.store.read(keys.epoch_claim(1)))
+    with pytest.raises(CorruptObjectError, match=r"00000002.json: expected the object of this name"):
+        catalog.newest_claim()
+    catalog.store.create(keys.record(1, 7), record({"a": ref("a", 1)}, seq=6).to_bytes())
+    found = catalog.restorable()
+    assert not found.records
+    assert "expected the object of this name" in found.problems[0]
+
+
+def test_a_document_that_is_too_large_is_not_read(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = catalog.write_manifest(manifest("a", 3))
+    monkeypatch.setattr("storage.catalog.LARGEST_DOCUMENT_BYTES", 100)
+    with pytest.raises(CorruptObjectError, match="expected at most 100 bytes"):
+        catalog.read_manifest(stored)

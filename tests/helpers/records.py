@@ -8,11 +8,17 @@ from storage.records import (
     BaseVersion,
     ElementRange,
     EpochClaim,
+    EpochLife,
+    Incident,
     LayerFacts,
     Manifest,
     ProcessId,
+    Progress,
     Record,
+    Recovery,
+    Sealed,
     ShardRef,
+    Totals,
     VersionId,
     VersionRef,
 )
@@ -86,3 +92,19 @@ def claim(driver: str = "driver", nonce: str = "nonce", **changes: Any) -> Epoch
         data_fingerprint="d",
         **changes,
     )
+
+
+def golden_documents() -> dict[type[Sealed], Sealed]:
+    """One of each kind with every field filled in, as `tests/golden` holds them: format version 1."""
+    layers = {"block.0": ref("block.0", 7), "block.1": ref("block.1", 5), "embedding": ref("embedding", 0)}
+    told = record(
+        layers,
+        seq=3,
+        previous={"block.0": ref("block.0", 3)},
+        totals=Totals(ticks=9, bytes_written=700, attempts=2, attempts_without_commit=1, held_seconds=0.25),
+        progress=Progress(step=8, loss=1.5, eval_losses=((4, 2.5), (8, None)), step_seconds_median=0.5),
+        recoveries=(Recovery(attempt=2, cause="SIGKILL", restore_point=6, steps_lost=1, max_age=2, mean_age=0.5),),
+        incidents=(Incident(step=6, kind="slow store", what="503"),),
+    )
+    owned = claim().model_copy(update={"epoch": 1, "spec": {"name": "r", "steps": 1, "rates": [2.5, None]}})
+    return {Record: told, Manifest: manifest("block.0", 7), EpochClaim: owned, EpochLife: EpochLife(epoch=1, beat=77)}

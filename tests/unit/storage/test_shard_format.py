@@ -152,11 +152,11 @@ def test_range_read_needs_no_intact_neighbours(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize(("first", "count"), [(99, 1), (100, 6), (106, 0), (100, -1)])
-def test_range_outside_is_the_callers_error(store: LocalStore, first: int, count: int) -> None:
+def test_range_outside_is_refused(store: LocalStore, first: int, count: int) -> None:
     summary = write_shard(store, KEY, META, _small())
-    with pytest.raises(ValueError, match="does not hold elements"):
+    with pytest.raises(CorruptObjectError, match="does not hold elements"):
         read_range(store, KEY, summary.bytes, "w", "param", first, count)
-    with pytest.raises(ValueError, match="does not hold elements"):
+    with pytest.raises(CorruptObjectError, match="does not hold elements"):
         read_range(store, KEY, summary.bytes, "w", "no-such-kind", 100, 1)
 
 
@@ -363,3 +363,19 @@ def test_golden_v1_is_still_read() -> None:
         ("w", "step", "float32", 0, 1, np.array([7.0], "<f4").tobytes()),
         ("position", "buffer", "int64", 0, 2, np.array([0, -1], "<i8").tobytes()),
     ]
+
+
+def test_golden_v1_of_every_type_in_several_batches_is_still_read() -> None:
+    name = "shard_v1_types.arrow"
+    digest = "0b931467f82c170cf42e8a78a6b5f94c"
+    shard = read_shard(LocalStore(GOLDEN), name, 7794, digest)
+    assert shard.meta == META
+    assert [(t.name, t.kind, t.dtype, t.first, t.count) for t in shard.tensors] == [
+        ("w", kind, dtype, 11, 5)
+        for kind, dtype in zip(
+            ("param", "buffer", "exp_avg", "exp_avg_sq", "step", "a", "b", "c", "d", "e"), DTYPES, strict=True
+        )
+    ]
+    for tensor in shard.tensors:  # byte i of a tensor is 7 i modulo 251, of a mask i modulo 2
+        expected = [i % 2 if tensor.dtype == "bool" else 7 * i % 251 for i in range(tensor.data.nbytes)]
+        assert list(tensor.data.tobytes()) == expected
