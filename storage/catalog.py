@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from storage import keys
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError
 from storage.object_store import ObjectStore
-from storage.records import EpochClaim, EpochLife, Manifest, Record, VersionRef, digest_of
+from storage.records import EpochClaim, EpochLife, Manifest, Record, Seal, VersionRef, digest_of
 from storage.store_common import ObjectInfo
 
 LARGEST_DOCUMENT_BYTES = 64 << 20
@@ -60,8 +60,36 @@ class Catalog:
         if newest is not None and newest.epoch > epoch:
             raise FencedError(_taken_over(newest))
 
+    def seal_older(self, epoch: int) -> None:
+        """Make it impossible for every epoch below `epoch` to commit, even one that has just checked its fence.
+
+        Each of them creates its records in sequence; what stands at the next number is created here first. An epoch
+        seals before it commits, so those below one that has committed are sealed.
+        """
+        for older in range(epoch - 1, 0, -1):
+            if self._seal(older, epoch) > 0:
+                return
+
+    def _seal(self, older: int, epoch: int) -> int:
+        """Returns how many records `older` has committed."""
+        while True:
+            listed = self.store.list(keys.records_of(older))
+            if listed and _is_seal(self.store.read(listed[-1].key)):
+                return keys.seq_of(listed[-1].key)
+            committed = keys.seq_of(listed[-1].key) + 1 if listed else 0
+            try:
+                self.store.create(keys.record(older, committed), Seal(sealed_by=epoch).to_bytes())
+            except ObjectExistsError:
+                continue  # a record that it committed meanwhile counts, or our own seal, its reply lost
+            return committed
+
     def show_life(self, life: EpochLife) -> None:
-        """Overwrite the epoch's sign of life."""
+        """Overwrite the epoch's sign of life.
+
+        Raises:
+            FencedError: a newer epoch has been claimed.
+        """
+        self.check_fence(life.epoch)
         self.store.put(keys.epoch_life(life.epoch), life.to_bytes())
 
     def _read_claim(self, info: ObjectInfo) -> EpochClaim:
@@ -82,32 +110,45 @@ class Catalog:
         try:
             self.store.create(key, data)
         except ObjectExistsError:
-            if self.store.read(key) != data:
-                raise
+            stored = self.store.read(key)
+            if stored == data:
+                return
+            if _is_seal(stored):
+                self.check_fence(record.epoch)
+            raise
 
     def restorable(self) -> Restorable:
         """All readable records, newest first: highest (epoch, seq)."""
         found = Restorable([])
         for info in reversed(self.store.list(keys.RECORDS)):
             try:
-                found.records.append(self._read_record(info))
+                record = self._read_record(info)
             except ObjectNotFoundError:
                 continue  # retention has deleted it since the listing
             except CorruptObjectError as error:
                 found.problems.append(str(error))
+                continue
+            if record is not None:
+                found.records.append(record)
         return found
 
     def newest_record(self) -> Record | None:
         """Newest readable record, or None."""
         for info in reversed(self.store.list(keys.RECORDS)):
             try:
-                return self._read_record(info)
+                record = self._read_record(info)
             except (ObjectNotFoundError, CorruptObjectError):
                 continue
+            if record is not None:
+                return record
         return None
 
-    def _read_record(self, info: ObjectInfo) -> Record:
-        record = Record.from_bytes(info.key, self._read(info))
+    def _read_record(self, info: ObjectInfo) -> Record | None:
+        """The record that is listed, or None where a seal stands."""
+        data = self._read(info)
+        if _is_seal(data):
+            return None
+        record = Record.from_bytes(info.key, data)
         _check_name(info.key, keys.record(record.epoch, record.seq))
         return record
 
@@ -155,6 +196,14 @@ def _check_name(key: str, own: str) -> None:
     """An object whole in itself may still be a copy of another one."""
     if key != own:
         raise CorruptObjectError(f"{key}: expected the object of this name, got {own}; bring it back from a copy")
+
+
+def _is_seal(data: bytes) -> bool:
+    try:
+        Seal.from_bytes("", data)
+    except CorruptObjectError:
+        return False
+    return True
 
 
 def _taken_over(winner: EpochClaim) -> str:

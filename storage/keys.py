@@ -32,6 +32,11 @@ def record(epoch: int, seq: int) -> str:
     return f"{records_of(epoch)}{seq:010d}.json"
 
 
+def seq_of(record_key: str) -> int:
+    """Sequence number of a key made by `record`."""
+    return int(record_key.rpartition("/")[2].removesuffix(".json"))
+
+
 def probe(token: str) -> str:
     """Object that start-up probes create, read and delete."""
     return f"{PROBES}{token}"

@@ -181,6 +181,8 @@ class Progress(Stored):
     """How training stood when the record was written."""
 
     step: NonNegative = 0
+    attempt_ticks: NonNegative = 0
+    """Ticks of the present attempt, counted in `totals` already."""
     loss: float | None = None
     eval_losses: tuple[tuple[int, float | None], ...] = ()
     """(step, held-out loss); JSON has no NaN or infinity, so null stands for a loss that was not finite."""
@@ -230,6 +232,13 @@ class Record(Sealed):
     def full_checkpoint_bytes(self) -> int:
         """Size of one checkpoint of every trained layer."""
         return sum(fact.bytes for fact in self.facts if not fact.frozen)
+
+
+class Seal(Sealed):
+    """Stands where a stale epoch would create its next record, so that it cannot."""
+
+    sealed_by: NonNegative
+    """Epoch that took the run over."""
 
 
 class ProcessId(Stored):

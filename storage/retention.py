@@ -26,9 +26,13 @@ def needed_prefixes(records: Iterable[Record]) -> set[str]:
 
 
 def unnamed(object_keys: Iterable[str], records: Sequence[Record], keep: int) -> list[str]:
-    """Keys that no retained record needs: old records, and objects of layer versions nobody names."""
-    kept = retained(records, keep)
-    kept_records = {keys.record(record.epoch, record.seq) for record in kept}
+    """Keys that no retained record needs: old records, and objects of layer versions nobody names.
+
+    The last key of each epoch's records stays: it is the newest record of all, or seals a stale epoch.
+    """
+    object_keys, kept = sorted(object_keys), retained(records, keep)
+    last = {key.rpartition("/")[0]: key for key in object_keys if key.startswith(keys.RECORDS)}
+    kept_records = {*last.values(), *(keys.record(record.epoch, record.seq) for record in kept)}
     prefixes = needed_prefixes(kept)
 
     def is_unnamed(key: str) -> bool:

@@ -1,6 +1,7 @@
 """The catalog over every store: one winner an epoch, fencing, newest = highest (epoch, seq), nothing trusted unread."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ from storage import keys
 from storage.catalog import Catalog
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from storage.object_store import ObjectStore
+from storage.retention import unnamed
 from tests.contract.conftest import Place
 from tests.helpers.records import claim, manifest, record, ref
 
@@ -20,24 +22,38 @@ def catalog(store: ObjectStore) -> Catalog:
     return Catalog(store)
 
 
-def test_sixteen_racing_claims_have_one_winner(place: Place) -> None:
+def test_of_sixteen_racing_drivers_one_can_commit(place: Place) -> None:
+    """A racer that lists after a winner claims the next epoch, as a takeover does: for a moment both believe."""
     catalogs = [Catalog(place.open()) for _ in range(RACERS)]
     start = threading.Barrier(RACERS)
 
     def race(number: int) -> int | None:
         start.wait()
         try:
-            return catalogs[number].claim(claim(driver=f"driver {number}", nonce=f"nonce {number}")).epoch
+            epoch = catalogs[number].claim(claim(driver=f"driver {number}", nonce=f"nonce {number}")).epoch
         except FencedError as error:
             assert "by another driver" in str(error)  # noqa: PT017 - the losers are counted below
             return None
+        catalogs[number].seal_older(epoch)
+        return epoch
+
+    def commits(owner: tuple[Catalog, int]) -> bool:
+        catalog, epoch = owner
+        try:
+            catalog.commit(record({"a": ref("a", epoch)}, epoch=epoch))
+        except FencedError:
+            return False
+        return True
 
     with ThreadPoolExecutor(RACERS) as pool:
-        epochs = [epoch for epoch in pool.map(race, range(RACERS)) if epoch is not None]
-    # A racer that lists after the first winner claims the next epoch, as a takeover does; no epoch has two owners.
-    assert epochs
-    assert sorted(epochs) == list(range(1, len(epochs) + 1))
-    assert [keys.epoch_of(info.key) for info in catalogs[0].store.list(keys.EPOCHS)] == sorted(epochs)
+        claimed = list(pool.map(race, range(RACERS)))
+        owners = [(catalog, epoch) for catalog, epoch in zip(catalogs, claimed, strict=True) if epoch is not None]
+        winners = [epoch for (_, epoch), won in zip(owners, pool.map(commits, owners), strict=True) if won]
+    epochs = sorted(epoch for _, epoch in owners)
+    assert epochs == list(range(1, len(epochs) + 1)), "an epoch has two owners"
+    assert [keys.epoch_of(info.key) for info in catalogs[0].store.list(keys.EPOCHS)] == epochs
+    assert winners == epochs[-1:]
+    assert [point.epoch for point in catalogs[0].restorable().records] == winners
 
 
 def test_one_epoch_has_one_winner(place: Place) -> None:
@@ -123,14 +139,56 @@ def test_a_stale_epoch_commits_nothing(catalog: Catalog) -> None:
     assert [info.key for info in catalog.store.list(keys.RECORDS)] == [keys.record(old, 0)]
 
 
-def test_what_a_stale_epoch_committed_at_the_last_moment_does_not_count(catalog: Catalog) -> None:
-    """Between a fence check and the creation a newer epoch may begin; its first record outranks the late one."""
-    for driver in ("first", "second"):
-        catalog.claim(claim(driver=driver, nonce=driver))
-    catalog.commit(record({"a": ref("a", 5)}, epoch=2, seq=0))
-    late = record({"a": ref("a", 9)}, epoch=1, seq=7)
-    catalog.store.create(keys.record(1, 7), late.to_bytes())
-    assert catalog.newest_record().epoch == 2
+class StoppedBeforeCreate:
+    """The store of an actor that is stopped between its fence check and the creation, while `meanwhile` happens."""
+
+    def __init__(self, store: ObjectStore, meanwhile: Callable[[], None]) -> None:
+        self._store, self._meanwhile = store, meanwhile
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._meanwhile()
+        self._store.create(key, data)
+
+
+@pytest.mark.parametrize("committed", [0, 1, 3])
+def test_a_stale_epoch_that_wakes_up_past_its_fence_check_commits_nothing(place: Place, committed: int) -> None:
+    first, second = Catalog(place.open()), Catalog(place.open())
+    first.claim(claim(driver="first", nonce="1"))
+    for seq in range(committed):
+        first.commit(record({"a": ref("a", seq + 1)}, seq=seq))
+
+    def take_over() -> None:
+        second.claim(claim(driver="second", nonce="2"))
+        second.seal_older(2)
+
+    late = record({"a": ref("a", 9)}, seq=committed)
+    with pytest.raises(FencedError, match="epoch 2 of this run was claimed"):
+        Catalog(StoppedBeforeCreate(place.open(), take_over)).commit(late)
+    assert [point.seq for point in second.restorable().records] == list(reversed(range(committed)))
+    assert second.restorable().problems == []
+    second.commit(record({"a": ref("a", 9)}, epoch=2))
+    assert second.newest_record().epoch == 2
+
+
+def test_a_seal_counts_what_was_committed_before_it_and_stays(catalog: Catalog) -> None:
+    """Epochs 1 and 2 began and never committed, 3 did, 4 died as it sealed; 5 seals what is left."""
+    for epoch in range(1, 6):
+        catalog.claim(claim(nonce=str(epoch)))
+        if epoch == 3:
+            catalog.seal_older(3)
+            catalog.commit(record({"a": ref("a", 1)}, epoch=3))
+    catalog.seal_older(5)
+    catalog.seal_older(5)  # again, as after a lost reply
+    sealed = [keys.record(1, 0), keys.record(2, 0), keys.record(3, 1), keys.record(4, 0)]
+    listed = [info.key for info in catalog.store.list(keys.RECORDS)]
+    assert listed == sorted([*sealed, keys.record(3, 0)])
+    catalog.commit(record({"a": ref("a", 2)}, epoch=5))
+    found = catalog.restorable()
+    assert [(point.epoch, point.seq) for point in found.records] == [(5, 0), (3, 0)]
+    assert unnamed([info.key for info in catalog.store.list("")], found.records[:1], 1) == [keys.record(3, 0)]
 
 
 def test_newest_is_the_highest_epoch_then_seq(catalog: Catalog) -> None:
