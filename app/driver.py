@@ -28,7 +28,8 @@ from app.resources import ray_starts_here, shortage, worker_resources
 from app.spec_identity import fingerprint, public_dump, resolve_paths
 from app.status import RunStatus, read_status
 from storage.actor_calls import patiently
-from storage.checkpoint_actor import ActorSetup, CheckpointActor
+from storage.actor_setup import ActorSetup
+from storage.checkpoint_actor import CheckpointActor
 from storage.errors import LayerCheckError, SpecError
 from storage.fault_points import FaultPoints
 from storage.liveness import this_process

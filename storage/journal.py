@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from storage.messages import Report
 from storage.records import Incident, Progress, Record, Recovery, Totals
@@ -22,6 +23,7 @@ class Journal:
         self.recoveries = list(record.recoveries) if record else []
         self.incidents = list(record.incidents) if record else []
         self._last_report_at = time.monotonic()
+        self._attempt_tokens = None if record else 0
         self._tick_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
         self._step_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
         self._tokens: deque[tuple[float, int]] = deque()
@@ -36,8 +38,10 @@ class Journal:
         if report.hold:
             self.totals = _plus(self.totals, held_seconds=now - self._last_report_at)
         self._last_report_at = now
-        self.totals = _plus(self.totals, ticks=report.ticks)
-        _window(self._tokens, now, report.tokens)
+        self.totals = _plus(self.totals, ticks=max(0, report.ticks - self.progress.attempt_ticks))
+        if self._attempt_tokens is not None:  # else nobody knows which of them are new
+            _window(self._tokens, now, report.tokens - self._attempt_tokens)
+        self._attempt_tokens = report.tokens
         if report.tick_seconds is not None:
             self._tick_seconds.append(report.tick_seconds)
         if report.step_seconds is not None:
@@ -47,13 +51,33 @@ class Journal:
             redone = report.eval_losses[0][0]
             evals = (*(pair for pair in evals if pair[0] < redone), *report.eval_losses)
         loss = report.loss if report.loss is not None else self.progress.loss
-        self.progress = self.progress.model_copy(update={"step": report.step, "loss": loss, "eval_losses": evals})
+        update = {"step": report.step, "attempt_ticks": report.ticks, "loss": loss, "eval_losses": evals}
+        self.progress = self.progress.model_copy(update=update)
 
-    def attempt_began(self, recovery: Recovery | None) -> None:
-        """A worker group has asked for its restore plan."""
+    def reached(self, step: int) -> None:
+        """Training has done `step`."""
+        self.progress = self.progress.model_copy(update={"step": step})
+
+    def attempt_began(self, step: int, recovery: Recovery | None) -> None:
+        """A worker group has asked for its restore plan, and goes on after `step`."""
         self.totals = _plus(self.totals, attempts=1, attempts_without_commit=1)
+        self.progress = self.progress.model_copy(update={"step": step, "attempt_ticks": 0})
+        self._attempt_tokens = 0
         if recovery is not None:
             self.recoveries.append(recovery)
+
+    def fell_back(self, step: int, ages: Sequence[int]) -> None:
+        """The present attempt goes on after `step`, earlier than it was to: versions could not be read."""
+        if self.recoveries:
+            last = self.recoveries[-1]
+            update = {
+                "restore_point": step,
+                "steps_lost": last.steps_lost + last.restore_point - step,
+                "max_age": max(ages),
+                "mean_age": sum(ages) / len(ages),
+            }
+            self.recoveries[-1] = last.model_copy(update=update)
+        self.progress = self.progress.model_copy(update={"step": step})
 
     def progressed(self) -> None:
         """A restore point that training produced was committed."""

@@ -11,12 +11,18 @@ class InFlight:
 
     decision: int
     node_bytes: tuple[int, ...]
+    earliest: int
+    """Step at which its snapshot can be taken at the earliest."""
     step: int | None = None
     """Step of the snapshot, known once the ranks have carried the decision out."""
     stored: bool = False
     """All shards are durable; only the manifest is still to be written."""
-    seen_at: float | None = None
-    """When its shards were last known to be with a writer or in the store, on the actor's clock."""
+    accepted_at: int | None = None
+    """Moment (as the WriterGroup counts) at which every rank was known to have handed its shard over."""
+
+    def is_of(self, step: int) -> bool:
+        """Whether this is the flight of the version at `step`."""
+        return self.step == step if self.step is not None else step >= self.earliest
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,9 @@ class Ledger:
         """Layers that age."""
         return tuple(fact for fact in self.facts if not fact.frozen)
 
-    def issue(self, decision: int, layer: str, node_bytes: tuple[int, ...]) -> None:
-        """A decision chose `layer`; each node will hand over so many bytes."""
-        self.in_flight[layer] = InFlight(decision=decision, node_bytes=node_bytes)
+    def issue(self, decision: int, layer: str, node_bytes: tuple[int, ...], earliest: int) -> None:
+        """A decision chose `layer`; each node will hand over so many bytes, of a snapshot at `earliest` or later."""
+        self.in_flight[layer] = InFlight(decision=decision, node_bytes=node_bytes, earliest=earliest)
         self.due.discard(layer)
 
     def carried_out(self, decision: int, step: int) -> None:
@@ -81,7 +87,7 @@ class Ledger:
             return None
         del self._assembling[version]
         flight = self.in_flight.get(version.layer)
-        if flight is not None and flight.step in (None, version.step):
+        if flight is not None and flight.is_of(version.step):
             flight.step, flight.stored = version.step, True
         shards = tuple(assembly.shards[rank] for rank in sorted(assembly.shards))
         return Manifest(version=version, world_size=world_size, shards=shards)
@@ -90,15 +96,20 @@ class Ledger:
         """The manifest of a version is stored: a restore point may name it."""
         self._durable[layer] = sorted([*self._durable[layer], ref], key=lambda durable: durable.step)
         flight = self.in_flight.get(layer)
-        if flight is not None and flight.step in (None, ref.step):
+        if flight is not None and flight.is_of(ref.step):
             del self.in_flight[layer]
         for version in [v for v in self._assembling if v.layer == layer and v.step <= ref.step]:
             del self._assembling[version]
 
-    def fail(self, layer: str) -> None:
-        """The version of `layer` in flight will not become durable: the layer is due again."""
+    def fail(self, layer: str, step: int | None = None) -> None:
+        """The version of `layer` in flight will not become durable: the layer is due again.
+
+        With a `step`: the version at that step; a newer one in flight is left alone.
+        """
         # Its shards that are durable stay good: while training stands still, the next try makes the same version.
-        if self.in_flight.pop(layer, None) is not None:
+        flight = self.in_flight.get(layer)
+        if flight is not None and (step is None or flight.is_of(step)):
+            del self.in_flight[layer]
             self.due.add(layer)
 
     def newest_step_of(self, layer: str, at: int) -> int:

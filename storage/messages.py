@@ -63,6 +63,9 @@ class Report:
     drifts: dict[str, float]
     impacts: dict[str, float] | None
     failed_hand_overs: tuple[str, ...] = ()
+    """Layers of which a ShardWriter did not get a rank's shard."""
+    unacknowledged: tuple[str, ...] = ()
+    """Layers of which a rank does not know yet whether the ShardWriter has accepted its shard."""
     carried_out: Order | None = None
     """Order whose snapshots were taken at the tick before, at `carried_out_step`."""
     carried_out_step: int = 0
@@ -72,11 +75,11 @@ class Report:
     """Training is over: persist every layer at `step`."""
     loss: float | None = None
     ticks: int = 0
-    """Ticks since the last report: more than one when the answer to it took that long."""
+    """Ticks of this attempt so far: a report that is lost takes none of them with it."""
     tokens: int = 0
-    """Tokens trained on since the last report."""
+    """Tokens trained on in this attempt so far."""
     eval_losses: tuple[tuple[int, float], ...] = ()
-    """(step, loss) of the evaluations since the last report."""
+    """(step, loss) of the evaluations since the last report that was answered."""
     tick_seconds: float | None = None
     step_seconds: float | None = None
     attempt_facts: AttemptFacts | None = None

@@ -27,11 +27,12 @@ class Pacer:
 
     def decide(self, report: Report, ledger: Ledger, group: WorkerGroup) -> tuple[int, tuple[str, ...]]:
         """Number of the decision and the layers chosen; they are in flight from now on."""
-        decision = decide(self._facts(report, ledger, group))
+        facts = self._facts(report, ledger, group)
+        decision = decide(facts)
         self._tokens = decision.tokens
         self._decisions += 1
         for layer in decision.layers:
-            ledger.issue(self._decisions, layer, group.node_bytes[layer])
+            ledger.issue(self._decisions, layer, group.node_bytes[layer], facts.step)
         return self._decisions, decision.layers
 
     def _facts(self, report: Report, ledger: Ledger, group: WorkerGroup) -> Facts:

@@ -120,17 +120,39 @@ class ShardWriter:
         return replace(base, shard=shard)
 
 
-def writer_name(run_id: str, node_id: str) -> str:
-    """Name of the ShardWriter of a run on a node, in `NAMESPACE`."""
-    return f"writer:{run_id}:{node_id}"
+def writer_name(run_id: str, driver: str, node_id: str) -> str:
+    """Name of the ShardWriter of a run on a node, in `NAMESPACE`.
+
+    Each driver has writers of its own: with its code, its credentials and its store options.
+    """
+    return f"writer:{run_id}:{driver}:{node_id}"
+
+
+def writers_of_others(run_id: str, driver: str) -> list[str]:
+    """Names of the ShardWriters of this run that drivers before `driver` have left behind."""
+    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [
+        name
+        for name in named
+        if name.startswith(writer_name(run_id, "", "")[:-1]) and not name.startswith(writer_name(run_id, driver, ""))
+    ]
+
+
+def find_writer(name: str) -> Any:
+    """Handle of the ShardWriter `name`.
+
+    Raises:
+        ValueError: it does not live.
+    """
+    return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def ensure_writer(
-    storage: StorageOptions, run: str, run_id: str, node_id: str, faults: Sequence[FaultOptions] = ()
+    storage: StorageOptions, run: str, name: str, node_id: str, faults: Sequence[FaultOptions] = ()
 ) -> Any:
-    """Handle of the node's ShardWriter; starts it if it does not live."""
+    """Handle of the ShardWriter `name` on a node; starts it if it does not live."""
     options: dict[str, Any] = {
-        "name": writer_name(run_id, node_id),
+        "name": name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,

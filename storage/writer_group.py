@@ -1,19 +1,19 @@
-"""WriterGroup: follows the ShardWriter of each node and passes on what became of the shards."""
+"""WriterGroup: follows the ShardWriters and passes on what became of the shards."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from storage.actor_setup import ActorSetup
 from storage.errors import LayerCheckError
-from storage.fault_points import FaultOptions
 from storage.messages import ShardOutcome, WriterReport
-from storage.options import StorageOptions
 from storage.records import VersionId
-from storage.writer_actor import NAMESPACE, ensure_writer, writer_name
+from storage.writer_actor import ensure_writer, find_writer, writer_name, writers_of_others
 
 RESTART_WAIT_S = 1.0
 
@@ -21,86 +21,147 @@ ShardKey = tuple[VersionId, int]
 """A shard: its version and its rank."""
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a writer said it holds, when it was asked at `moment`."""
+
+    moment: int
+    pending: frozenset[ShardKey]
+
+
 class WriterGroup:
-    """The ShardWriters of the nodes that have workers."""
+    """The ShardWriters of the nodes that have workers; and, for a time, those that a driver before left behind."""
 
     def __init__(
         self,
-        storage: StorageOptions,
-        run: str,
-        run_id: str,
-        faults: Sequence[FaultOptions],
+        setup: ActorSetup,
         take_outcome: Callable[[ShardOutcome], ShardKey | None],
         give_up: Callable[[Exception], None],
     ) -> None:
         """`take_outcome` books an outcome and returns its key once the writer may forget it."""
-        self._storage, self._run, self._run_id, self._faults = storage, run, run_id, faults
-        self._take_outcome, self._give_up = take_outcome, give_up
+        self._setup, self._take_outcome, self._give_up = setup, take_outcome, give_up
+        self._nodes: dict[str, str] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._held: dict[str, tuple[float, frozenset[ShardKey]]] = {}
+        self._inherited: set[str] = set()
+        self._held: dict[str, _Held] = {}
+        self.moment = 0
+        """Counts questions to writers: what happened at a moment, a writer asked later takes into account."""
 
     @property
     def names(self) -> dict[str, str]:
         """Actor name of each node's writer."""
-        return {node: writer_name(self._run_id, node) for node in self._followers}
+        return dict(self._nodes)
 
     def follow(self, nodes: Iterable[str]) -> None:
         """Follow the writers of `nodes`, starting those that do not live, and no others."""
-        wanted = set(nodes)
-        for node in set(self._followers) - wanted:
-            self._followers.pop(node).cancel()
-            self._held.pop(node, None)
-        for node in wanted - set(self._followers):
-            self._followers[node] = asyncio.get_running_loop().create_task(self._guarded(self._follow(node)))
+        self._nodes = {node: writer_name(self._setup.run_id, self._setup.driver, node) for node in nodes}
+        wanted = set(self._nodes.values()) | self._inherited
+        for name in set(self._followers) - wanted:
+            self._forsake(name)
+        for node, name in self._nodes.items():
+            if name not in self._followers:
+                self._spawn(name, self._follow(name, node))
+
+    async def inherit(self) -> None:
+        """Follow what writers of drivers before this one still live: what they have accepted may yet count."""
+        setup = self._setup
+        for name in await asyncio.to_thread(writers_of_others, setup.run_id, setup.driver):
+            if name not in self._followers:
+                self._inherited.add(name)
+                self._spawn(name, self._follow_inherited(name))
+
+    def end_inherited(self) -> None:
+        """What they hold counts no more, and they have no other master: end them."""
+        for name in list(self._inherited):
+            self._forsake(name)
+            _end(name)
+        self._inherited.clear()
 
     def pending(self) -> set[ShardKey]:
         """Shards that the writers hold and have not stored yet, as far as they were heard of."""
-        return {key for _, pending in self._held.values() for key in pending}
+        return {key for held in self._held.values() for key in held.pending}
+
+    def all_heard_since(self, moment: int) -> bool:
+        """Whether every writer has answered a question that was asked after `moment`."""
+        heard = [self._held.get(name) for name in self._followers]
+        return all(held is not None and held.moment > moment for held in heard)
 
     async def drain(self, is_settled: Callable[[], bool], timeout_s: float) -> None:
         """Wait until no writer has anything on its way and `is_settled`, at most `timeout_s`."""
-        began = time.monotonic()
-        while time.monotonic() - began < timeout_s:
-            heard = [self._held.get(node) for node in self._followers]
-            if all(held is not None and held[0] >= began and not held[1] for held in heard) and is_settled():
+        moment, deadline = self.moment, time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.all_heard_since(moment) and not self.pending() and is_settled():
                 return
             await asyncio.sleep(0.02)
 
     async def check_token(self, token: str) -> None:
         """Raise `StoreError` unless every writer sees the object that holds `token`."""
-        for node in self._followers:
+        for node in self._nodes:
             try:
                 await (await self._writer(node)).check_token.remote(token)
             except ray.exceptions.RayTaskError as error:  # its text is a traceback; the cause's is one line
                 raise (error.cause if isinstance(error.cause, LayerCheckError) else error) from None
 
     def kill(self) -> None:
-        """End the writers."""
-        for node, follower in self._followers.items():
+        """End the writers of this driver, and no others."""
+        for follower in self._followers.values():
             follower.cancel()
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                ray.kill(ray.get_actor(writer_name(self._run_id, node), namespace=NAMESPACE))
+        for name in self._nodes.values():
+            _end(name)
 
     async def _writer(self, node: str) -> Any:
-        return await asyncio.to_thread(ensure_writer, self._storage, self._run, self._run_id, node, self._faults)
+        setup = self._setup
+        return await asyncio.to_thread(
+            ensure_writer,
+            setup.storage,
+            setup.run,
+            writer_name(setup.run_id, setup.driver, node),
+            node,
+            setup.faults,
+        )
 
-    async def _guarded(self, following: Awaitable[None]) -> None:
-        try:
-            await following
-        except Exception as error:  # noqa: BLE001 - without its follower no shard becomes durable
-            self._give_up(error)
+    def _spawn(self, name: str, following: Awaitable[None]) -> None:
+        async def guarded() -> None:
+            try:
+                await following
+            except Exception as error:  # noqa: BLE001 - without its follower no shard becomes durable
+                self._give_up(error)
 
-    async def _follow(self, node: str) -> None:
+        self._followers[name] = asyncio.get_running_loop().create_task(guarded())
+
+    def _forsake(self, name: str) -> None:
+        follower = self._followers.pop(name, None)
+        if follower is not None:
+            follower.cancel()
+        self._held.pop(name, None)
+
+    async def _follow(self, name: str, node: str) -> None:
+        while True:
+            # Ends when it is being restarted, or its node is lost.
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                await self._listen(name, await self._writer(node))
+            self._held.pop(name, None)
+            await asyncio.sleep(RESTART_WAIT_S)
+
+    async def _follow_inherited(self, name: str) -> None:
+        # A restarted one has lost what it held, and one of other code cannot be understood.
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            await self._listen(name, await asyncio.to_thread(find_writer, name))
+        self._inherited.discard(name)
+        self._followers.pop(name, None)
+        self._held.pop(name, None)
+
+    async def _listen(self, name: str, writer: Any) -> None:
         seen, forget = -1, list[ShardKey]()
         while True:
-            asked = time.monotonic()
-            try:
-                report: WriterReport = await (await self._writer(node)).poll.remote(seen, forget)
-            except (ray.exceptions.RayError, ValueError):  # it is being restarted, or its node is lost
-                self._held.pop(node, None)
-                seen, forget = -1, []
-                await asyncio.sleep(RESTART_WAIT_S)
-                continue
+            self.moment += 1
+            moment = self.moment
+            report: WriterReport = await writer.poll.remote(seen, forget)
             seen = report.news
             forget = [key for key in map(self._take_outcome, report.outcomes) if key is not None]
-            self._held[node] = (asked, report.pending)
+            self._held[name] = _Held(moment, report.pending)
+
+
+def _end(name: str) -> None:
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        ray.kill(find_writer(name))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from storage.actor_calls import patiently
 from storage.errors import LayerCheckError
 from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, Verdict
 from storage.object_store import ObjectStore
@@ -30,9 +29,7 @@ from workers.restore import restore
 from workers.slices import Slice, cut, trainable
 from workers.snapshot import Snapshotter
 from workers.state import layer_bytes, slice_tensors
-
-STANDING_WAIT_S = 0.5
-"""Longest wait for the actor's answer between two broadcasts while training stands still."""
+from workers.together import STANDING_WAIT_S, ask_together
 
 
 class RunStoppedError(LayerCheckError):
@@ -58,18 +55,12 @@ class StepStats:
 class _Untold:
     """What rank 0 has to tell the CheckpointActor: it gathers while the report before is not answered."""
 
-    ticks: int = 0
-    tokens: int = 0
     loss: float | None = None
     eval_losses: tuple[tuple[int, float], ...] = ()
     step_seconds: float | None = None
     failed_hand_overs: frozenset[str] = frozenset()
-
-    def add(self, stats: StepStats, loss: float | None, tokens: int) -> None:
-        """A tick of training has happened, with these sums over all ranks."""
-        self.ticks += 1
-        self.tokens += tokens
-        self.loss, self.step_seconds = loss, stats.seconds
+    unacknowledged: frozenset[str] = frozenset()
+    """As of the last all-reduce."""
 
 
 class Checkpointer:
@@ -112,8 +103,8 @@ class Checkpointer:
         self._carried: tuple[Order, int] | None = None
         self._needs_attempt_facts = False
         self._whole_at: int | None = None
-        self._tokens = 0
-        self._untold = _Untold()
+        self._tokens = self._ticks = self._tokens_of_all = 0
+        self._untold = self._told = _Untold()
         self._tick_seconds: float | None = None
 
     # --- restore
@@ -163,8 +154,8 @@ class Checkpointer:
             base=self._base,
         )
 
-    def _ask_for_replacement(self, bad: dict[str, str]) -> RestorePlan | None:
-        answer = ask_together(self._actor, self._group, "restored", self._attempt, bad)
+    def _ask_for_replacement(self, bad: dict[str, str], outage: str | None) -> RestorePlan | None:
+        answer = ask_together(self._actor, self._group, "restored", self._attempt, bad, outage)
         if isinstance(answer, Verdict):
             raise RunStoppedError(answer)
         assert answer is None or isinstance(answer, RestorePlan)
@@ -186,6 +177,8 @@ class Checkpointer:
         if stats.eval_loss is not None:
             self._untold.eval_losses = (*self._untold.eval_losses, (step, stats.eval_loss))
         if step % self._options.interval_steps:
+            if self._rank == 0:
+                self._actor.reached.remote(self._attempt, step)
             return
         began = time.perf_counter()
         self._tick(step, stats)
@@ -220,33 +213,41 @@ class Checkpointer:
             self._pending = self._actor.report.remote(self._report(step, sums, hold=hold, flush=flush))
 
     def _reduce(self, stats: StepStats | None) -> Tensor:
-        """Sum over all ranks, in one small all-reduce: deltas, failed hand-overs, loss and tokens.
+        """Sum over all ranks, in one small all-reduce: deltas, hand-overs failed and not answered, loss and tokens.
 
         Returns:
             The deltas ([layers, 3], float64, on the CPU, columns as in `DeltaMeter.measure`); the rest is left untold.
         """
         sums = self._meter.measure().cpu()
         failed = self._hand_overs.failed()
+        open_ = self._hand_overs.unacknowledged
         scalars = [stats.loss_sum, stats.label_tokens, self._tokens] if stats else [0, 0, 0]
-        flags = [float(layer.name in failed) for layer in self._trained]
+        flags = [float(layer.name in layers) for layers in (failed, open_) for layer in self._trained]
         vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
         dist.all_reduce(vector, group=self._group)
         count = len(self._trained)
         if stats:
             loss_sum, label_tokens, tokens = vector[-3:].tolist()
             self._tokens = 0
-            self._untold.add(stats, loss_sum / label_tokens if label_tokens else None, int(tokens))
-        counts = zip(self._trained, vector[3 * count : -3].tolist(), strict=True)
-        self._untold.failed_hand_overs |= {layer.name for layer, number in counts if number}
+            self._ticks += 1
+            self._tokens_of_all += int(tokens)
+            self._untold.loss, self._untold.step_seconds = (
+                loss_sum / label_tokens if label_tokens else None,
+                stats.seconds,
+            )
+        for_failed, for_open = vector[3 * count : -3].view(2, count).tolist()
+        names = [layer.name for layer in self._trained]
+        self._untold.failed_hand_overs |= {name for name, number in zip(names, for_failed, strict=True) if number}
+        self._untold.unacknowledged = frozenset(name for name, number in zip(names, for_open, strict=True) if number)
         return vector[: 3 * count].view(count, 3)
 
     def _report(self, step: int, sums: Tensor, *, hold: bool, flush: bool) -> Report:
-        """What rank 0 tells the actor; it is told once. `sums` as `_reduce` returns them."""
+        """What rank 0 tells the actor. `sums` as `_reduce` returns them."""
         assert self._attempt_facts is not None
         values = drifts_and_impacts(sums)
         names = [layer.name for layer in self._trained]
         impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
-        untold, self._untold = self._untold, _Untold()
+        untold, self._untold, self._told = self._untold, _Untold(), self._untold
         order, carried_out_step = self._carried or (None, 0)
         report = Report(
             attempt=self._attempt,
@@ -254,13 +255,15 @@ class Checkpointer:
             drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
             impacts=impacts if len(impacts) == len(names) else None,
             failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
+            # What has just been carried out is not in the sums of this tick yet.
+            unacknowledged=tuple(sorted(untold.unacknowledged.union(order.layers if order else ()))),
             carried_out=order,
             carried_out_step=carried_out_step,
             hold=hold,
             flush=flush,
             loss=untold.loss,
-            ticks=untold.ticks,
-            tokens=untold.tokens,
+            ticks=self._ticks,
+            tokens=self._tokens_of_all,
             eval_losses=untold.eval_losses,
             tick_seconds=self._tick_seconds,
             step_seconds=untold.step_seconds,
@@ -278,8 +281,10 @@ class Checkpointer:
                 pending, self._pending = self._pending, None
                 try:
                     box = [ray.get(pending)]
-                except ray.exceptions.RayActorError:
-                    time.sleep(wait_s)  # it is being restarted; the next report reaches its successor
+                except ray.exceptions.RayActorError:  # it is being restarted; the next report reaches its successor
+                    self._untold.eval_losses = self._told.eval_losses + self._untold.eval_losses
+                    self._untold.failed_hand_overs |= self._told.failed_hand_overs
+                    time.sleep(wait_s)
         dist.broadcast_object_list(box, src=0, group=self._group)
         reply = box[0]
         if reply is not None and reply.verdict is not None:
@@ -289,14 +294,8 @@ class Checkpointer:
     def _carry_out(self, order: Order, step: int) -> None:
         """Snapshot this rank's slices of the chosen layers and hand them over."""
         self._faults.strike("snapshot")
+        self._hand_overs.expect(order.layers)
         for name in order.layers:
             self._snapshotter.take(self._views[name], partial(self._hand_overs.give, order, name, step))
         self._meter.rebase(order.layers)
         self._carried = (order, step)
-
-
-def ask_together(actor: Any, group: dist.ProcessGroup | None, method: str, *args: Any) -> Any:
-    """Rank 0 calls the CheckpointActor and waits; every rank gets the answer. `group` is a CPU group."""
-    box = [patiently(actor, method, *args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]

@@ -1,7 +1,7 @@
 """Hand-over of snapshots to the node's ShardWriter, without waiting for it."""
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -22,6 +22,16 @@ class HandOvers:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._writer: Any = None
         self._under_way: deque[tuple[str, ray.ObjectRef[None] | None]] = deque()
+        self._unacknowledged: Counter[str] = Counter()
+
+    def expect(self, layers: Iterable[str]) -> None:
+        """Snapshots of `layers` are taken and will be given; on a GPU that is later, from another thread."""
+        self._unacknowledged.update(layers)
+
+    @property
+    def unacknowledged(self) -> set[str]:
+        """Layers of which this rank does not know yet whether the writer has accepted its shard."""
+        return set(self._unacknowledged)
 
     def give(self, order: Order, layer: str, step: int, tensors: list[ShardTensor]) -> None:
         """Put the snapshot of `layer` at `step` into Ray's object store and offer it to the writer.
@@ -52,15 +62,15 @@ class HandOvers:
         failed = set()
         for _ in range(len(self._under_way)):
             layer, accepted = self._under_way.popleft()
-            if accepted is None:
-                failed.add(layer)
-                continue
-            ready, _ = ray.wait([accepted], timeout=0)
-            if not ready:
+            if accepted is not None and not ray.wait([accepted], timeout=0)[0]:
                 self._under_way.append((layer, accepted))
                 continue
+            self._unacknowledged -= Counter([layer])
             try:
-                ray.get(accepted)
+                if accepted is None:
+                    failed.add(layer)
+                else:
+                    ray.get(accepted)
             except ray.exceptions.RayError:
                 failed.add(layer)
         if failed:

@@ -4,13 +4,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from storage.errors import CorruptObjectError, ObjectNotFoundError
+from storage.errors import CorruptObjectError, ObjectNotFoundError, StoreError
 from storage.messages import RestorePlan
 from storage.object_store import ObjectStore
 from storage.records import ShardRef
@@ -19,6 +20,7 @@ from storage.shard_reader import read_shard
 from workers.layers import Layer
 from workers.slices import cut
 from workers.state import fill, slice_tensors
+from workers.together import do_together
 
 PARALLEL_READS = 4
 _ALIGNMENT = 16  # a tensor's bytes inside a broadcast buffer must be viewable as any type
@@ -43,6 +45,8 @@ class Share:
 
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
+    outage: str | None = None
+    """What the store said when it did not let an object be read that may well be there."""
 
 
 def shards_of(plan: RestorePlan) -> list[tuple[str, ShardRef]]:
@@ -75,6 +79,8 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
             result.tensors[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard)
         except (CorruptObjectError, ObjectNotFoundError) as error:
             result.bad[layer] = str(error)
+        except StoreError as error:
+            result.outage = str(error)
 
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
         list(pool.map(read, wanted))
@@ -169,7 +175,7 @@ def _values(buffer: Tensor, entry: Entry) -> Tensor:
     return buffer[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
 
 
-Ask = Callable[[dict[str, str]], RestorePlan | None]
+Ask = Callable[[dict[str, str], str | None], RestorePlan | None]
 
 
 def restore(
@@ -185,7 +191,8 @@ def restore(
     """Bring model and optimizer to the composite of `plan`, or of a plan that replaces it when objects are unreadable.
 
     `group` is a CPU group for the ranks' small messages. `ask` tells the CheckpointActor, from all ranks, which layers
-    are unreadable, and returns another plan, or None to go on with this one.
+    are unreadable, or that the store fails; it returns another plan, or the same one to go on reading, or None to go on
+    with this one.
 
     Returns:
         The plan that was restored.
@@ -193,14 +200,16 @@ def restore(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = Share()
     while True:
-        share = read_share(store, plan, rank, world_size, share)
-        told: list[tuple[dict[str, list[Entry]], dict[str, str]] | None] = [None] * world_size
-        dist.all_gather_object(told, (index_of(share), share.bad), group=group)
+        share = do_together(partial(read_share, store, plan, rank, world_size, share), group)
+        told: list[tuple[dict[str, list[Entry]], dict[str, str], str | None] | None] = [None] * world_size
+        dist.all_gather_object(told, (index_of(share), share.bad, share.outage), group=group)
         heard = [message for message in told if message is not None]
-        index = {key: entries for part, _ in heard for key, entries in part.items()}
-        bad = {layer: problem for _, part in heard for layer, problem in part.items()}
-        bad = {**uncovered(plan, layers, model, optimizer, index), **bad}
-        replacement = ask(bad)
+        index = {key: entries for part, _, _ in heard for key, entries in part.items()}
+        bad = {layer: problem for _, part, _ in heard for layer, problem in part.items()}
+        outage = next((problem for _, _, problem in heard if problem is not None), None)
+        if outage is None:
+            bad = {**uncovered(plan, layers, model, optimizer, index), **bad}
+        replacement = ask(bad, outage)
         if replacement is None:
             break
         plan = replacement

@@ -13,13 +13,14 @@ from storage.errors import TrainingError
 from storage.messages import Verdict
 from storage.object_store import open_object_store
 from storage.records import BaseVersion
-from workers.checkpointer import Checkpointer, RunStoppedError, StepStats, ask_together
+from workers.checkpointer import Checkpointer, RunStoppedError, StepStats
 from workers.data import Examples
 from workers.faults import FaultInjector
 from workers.layers import find_layers
 from workers.loop_config import LoopConfig
 from workers.model import base_digest, build_model
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.together import ask_together
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
 
 

@@ -11,7 +11,7 @@ from storage import keys
 from storage.errors import ObjectNotFoundError
 from storage.messages import ShardOrder, WriterReport
 from storage.shard_format import ShardMeta, ShardTensor
-from storage.writer_actor import ensure_writer
+from storage.writer_actor import ensure_writer, writer_name
 from tests.helpers.runs import Runs, run, run_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
@@ -41,7 +41,7 @@ def test_a_nan_gradient_is_skipped_where_asked(runs: Runs) -> None:
 @pytest.mark.parametrize("kind", ["param", "exp_avg"])
 def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     spec, node = runs.spec(f"poison-{kind}"), ray.get_runtime_context().get_node_id()
-    writer = ensure_writer(spec.storage, spec.name, uuid.uuid4().hex, node)
+    writer = ensure_writer(spec.storage, spec.name, writer_name(uuid.uuid4().hex, "driver", node), node)
     values = np.ones(1000, dtype=np.float32)
     values[317] = np.nan
     version = {"layer": "block-00", "step": 3, "epoch": 1, "attempt": 1}

@@ -43,10 +43,49 @@ def test_ticks_that_fell_between_two_reports_are_told_by_the_second() -> None:
     """The actor was slow to answer: nothing of what happened meanwhile may be lost."""
     journal = Journal(None)
     journal.report(report(1, ticks=1, eval_losses=((1, 4.0),)))
-    journal.report(report(4, ticks=3, tokens=30, eval_losses=((2, 3.0), (4, 2.0))))
-    journal.report(report(4, hold=True))
+    journal.report(report(4, ticks=4, tokens=30, eval_losses=((2, 3.0), (4, 2.0))))
+    journal.report(report(4, ticks=4, tokens=30, hold=True))
     assert journal.totals.ticks == 4
     assert journal.progress.eval_losses == ((1, 4.0), (2, 3.0), (4, 2.0))
+
+
+def test_a_report_that_is_told_again_to_a_restarted_actor_counts_once() -> None:
+    """The actor died after it had committed what a report told, or before: the ranks cannot know which."""
+    for told_before in (True, False):
+        before = Journal(None)
+        before.attempt_began(0, None)
+        before.report(report(1, ticks=1, tokens=10))
+        if told_before:
+            before.report(report(2, ticks=2, tokens=20, eval_losses=((2, 3.0),)))
+        stored = record({"a": ref("a", 1)}, totals=before.totals, progress=before.progress)
+        journal = Journal(stored)
+        journal.report(report(3, ticks=3, tokens=30, eval_losses=((2, 3.0),)))
+        assert journal.totals.ticks == 3
+        assert journal.progress.eval_losses == ((2, 3.0),)
+        assert journal.tokens_per_s() == 0  # which of them are new is not known
+        journal.report(report(4, ticks=4, tokens=40))
+        assert journal.tokens_per_s() == 10
+
+
+def test_an_attempt_counts_its_ticks_from_nought_and_goes_on_from_its_restore_point() -> None:
+    journal = Journal(None)
+    journal.attempt_began(0, None)
+    journal.report(report(5, ticks=5))
+    journal.reached(7)  # between two ticks
+    assert journal.progress.step == 7
+    journal.attempt_began(4, recovery())
+    assert journal.progress.step == 4, "another failure before the next step would lose the same steps once more"
+    journal.report(report(5, ticks=1))
+    assert journal.totals.ticks == 6
+
+
+def test_a_fall_back_to_an_older_restore_point_loses_more_steps() -> None:
+    journal = Journal(None)
+    journal.attempt_began(3, recovery())  # restore point 3, 1 step lost
+    journal.fell_back(1, [0, 4])
+    told = journal.recoveries[-1]
+    assert (told.restore_point, told.steps_lost, told.max_age, told.mean_age) == (1, 3, 4, 2.0)
+    assert journal.progress.step == 1
 
 
 def test_steps_redone_replace_their_held_out_losses() -> None:
@@ -68,8 +107,8 @@ def test_a_loss_that_a_report_lacks_is_remembered() -> None:
 def test_a_recovery_takes_until_the_first_step_after_it() -> None:
     journal = Journal(None)
     journal.report(report(4))
-    journal.attempt_began(None)
-    journal.attempt_began(recovery())
+    journal.attempt_began(0, None)
+    journal.attempt_began(3, recovery())
     assert journal.recoveries[-1].seconds is None
     journal.report(report(4))
     assert journal.recoveries[-1].seconds is not None
@@ -81,8 +120,8 @@ def test_a_recovery_takes_until_the_first_step_after_it() -> None:
 
 def test_attempts_without_a_commit_are_counted_until_one() -> None:
     journal = Journal(None)
-    journal.attempt_began(None)
-    journal.attempt_began(recovery())
+    journal.attempt_began(0, None)
+    journal.attempt_began(3, recovery())
     assert journal.totals.attempts_without_commit == 2
     journal.progressed()
     assert (journal.totals.attempts_without_commit, journal.totals.attempts) == (0, 2)

@@ -17,8 +17,8 @@ def ledger_of(bound: int, layers=LAYERS, **steps: int) -> Ledger:
     return Ledger(facts(*layers), bound, record(at, bound=bound))
 
 
-def issue(ledger: Ledger, decision: int, layer: str, step: int | None = None) -> None:
-    ledger.issue(decision, layer, (LAYER_BYTES,))
+def issue(ledger: Ledger, decision: int, layer: str, step: int | None = None, earliest: int = 0) -> None:
+    ledger.issue(decision, layer, (LAYER_BYTES,), earliest if step is None else step)
     if step is not None:
         ledger.carried_out(decision, step)
 
@@ -164,6 +164,19 @@ def test_a_late_version_does_not_end_the_flight_of_a_newer_one() -> None:
     assert steps_of(commit_next(ledger)) == {"a": 2, "b": 0, "c": 0}
     ledger.version_durable("a", ref("a", 5))
     assert ledger.in_flight == {}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["its step is known", "its snapshot is still to come"])
+def test_the_late_failure_of_an_old_version_leaves_the_newer_flight_alone(told: bool) -> None:
+    ledger = ledger_of(10)
+    issue(ledger, 1, "a", step=2)
+    ledger.fail("a")  # given up, and issued again
+    issue(ledger, 2, "a", step=5 if told else None, earliest=3)
+    ledger.fail("a", 2)
+    assert "a" in ledger.in_flight
+    assert ledger.due == set()
+    ledger.fail("a", 5)
+    assert (ledger.in_flight, ledger.due) == ({}, {"a"})
 
 
 def test_frozen_layers_do_not_age() -> None:

@@ -1,5 +1,6 @@
 """Restore of a composite from shards that other world sizes wrote, and what happens when one cannot be read."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from storage import keys
 from storage.catalog import Catalog
+from storage.errors import StoreError
 from storage.local_store import LocalStore
 from storage.messages import LayerPlan, RestorePlan
 from storage.records import BASE, Manifest, ShardRef, VersionId
@@ -70,6 +72,22 @@ class Trained:
         ]
 
 
+class FailingReads(LocalStore):
+    """A store that refuses to read one object, and counts what it reads."""
+
+    failing: str | None = None
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads = Counter[str]()
+
+    def open_reader(self, key: str):
+        if key == self.failing:
+            raise StoreError(f"cannot read {key}: 503")
+        self.reads[key] += 1
+        return super().open_reader(key)
+
+
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
@@ -83,7 +101,7 @@ def plan(layers: dict[str, LayerPlan], step: int) -> RestorePlan:
     return RestorePlan(attempt=2, step=step, layers=layers, writers={})
 
 
-def run(wanted: RestorePlan, store: LocalStore, target: Trained, ask=lambda bad: None) -> RestorePlan:
+def run(wanted: RestorePlan, store: LocalStore, target: Trained, ask=lambda bad, outage: None) -> RestorePlan:
     return restore(wanted, store, target.layers, target.model, target.optimizer, CPU, None, ask)
 
 
@@ -114,7 +132,8 @@ def test_unreadable_shards_are_told_and_replaced_before_anything_is_filled(store
     others = {other: LayerPlan(ref=BASE, manifest=None) for other in target.layers if other != name}
     asked: list[dict[str, str]] = []
 
-    def ask(problems: dict[str, str]) -> RestorePlan | None:
+    def ask(problems: dict[str, str], outage: str | None) -> RestorePlan | None:
+        assert outage is None
         asked.append(problems)
         assert float(target.optimizer.state[next(iter(target.model.parameters()))]["step"]) == 0
         return plan({**others, name: previous}, 1) if problems else None
@@ -127,6 +146,27 @@ def test_unreadable_shards_are_told_and_replaced_before_anything_is_filled(store
     assert same(target.state(target.layers[name]), good.state(good.layers[name]))
 
 
+def test_an_outage_is_waited_out_and_what_was_read_is_kept(tmp_path: Path) -> None:
+    source, target = Trained(1), Trained(1, steps=0)
+    store = FailingReads(tmp_path)
+    layers = {name: source.store(store, layer, 2, 2) for name, layer in source.layers.items()}
+    struck = layers[next(iter(layers))].manifest.shards[0].key
+    store.failing = struck
+    outages: list[str | None] = []
+
+    def ask(bad: dict[str, str], outage: str | None) -> RestorePlan | None:
+        assert bad == {}, "an object that may be there is not unreadable"
+        outages.append(outage)
+        if len(outages) == 3:
+            store.failing = None
+        return None if outage is None else plan(layers, 2)
+
+    run(plan(layers, 2), store, target, ask)
+    assert outages == [f"cannot read {struck}: 503"] * 3 + [None]
+    assert all(store.reads[key] == 1 for key in store.reads if key != struck)
+    assert all(same(target.state(target.layers[name]), source.state(source.layers[name])) for name in layers)
+
+
 def test_a_manifest_that_lacks_a_shard_is_told(store: LocalStore) -> None:
     source, target = Trained(1), Trained(1, steps=0)
     name = next(iter(target.layers))
@@ -137,7 +177,8 @@ def test_a_manifest_that_lacks_a_shard_is_told(store: LocalStore) -> None:
     asked: list[dict[str, str]] = []
     plans = [plan({**others, name: stored}, 2), None]
 
-    def ask(problems: dict[str, str]) -> RestorePlan | None:
+    def ask(problems: dict[str, str], outage: str | None) -> RestorePlan | None:
+        assert outage is None
         asked.append(problems)
         return plans.pop(0)
 
