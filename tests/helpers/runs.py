@@ -117,11 +117,11 @@ def running(spec: JobSpec) -> Iterator[Future[RunOutcome]]:
     with ThreadPoolExecutor(1, thread_name_prefix="job") as pool:
         future = pool.submit(run, spec)
         yield future
-        future.result(timeout=150)
+        future.result(timeout=300)
 
 
 def wait_until(
-    what: str, condition: Callable[[], bool], *, future: Future[RunOutcome] | None = None, timeout_s: float = 90
+    what: str, condition: Callable[[], bool], *, future: Future[RunOutcome] | None = None, timeout_s: float = 300
 ) -> None:
     """Wait for `condition`; fails when the run in `future` is over before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
