@@ -125,8 +125,8 @@ class _Loop:
         """Every rank sees the same norm, so all of them skip the update, or all of them stop."""
         if self.config.training.on_nonfinite == "fail":
             raise TrainingError(
-                f"step {step}: expected a finite gradient norm, got {norm}; the last restore point is intact: lower "
-                "training.learning_rate, or set training.on_nonfinite: skip"
+                f"step {step}: expected a finite loss and gradient norm, got a norm of {norm}; the last restore "
+                "point is intact: lower training.learning_rate, or set training.on_nonfinite: skip"
             )
         if dist.get_rank() == 0:
             self.config.actor.note_incident.remote("skipped step", f"step {step}: gradient norm {norm}")

@@ -64,7 +64,8 @@ def forward_backward(trainee: Trainee, examples: Examples, step: int) -> tuple[f
         with sync_only(trainee.model, sync), trainee.autocast():
             loss = loss_sum(trainee.model, batch)
         with sync_only(trainee.model, sync):
-            (loss * (scale * weight)).backward()
+            finite = loss.detach() * 0 + 1  # 1, or NaN: a loss that is not finite shows in every rank's gradient norm
+            (loss * finite * (scale * weight)).backward()
         total += float(loss.detach()) * weight
         labels += int(label_count(examples, part) * weight)
         tokens += int(batch.attention_mask.sum() * weight)

@@ -23,7 +23,7 @@ def test_a_nan_gradient_ends_the_run_with_its_last_restore_point_intact(runs: Ru
     outcome = run(runs.spec("nan-fail", fault_injection=NAN_AT_5))
     assert outcome.verdict is not None
     assert outcome.verdict.kind == "TrainingError"
-    assert outcome.verdict.message.startswith("step 5: expected a finite gradient norm, got nan")
+    assert outcome.verdict.message.startswith("step 5: expected a finite loss and gradient norm, got a norm of nan")
     record = runs.newest("nan-fail")
     assert 0 < record.step < 5
     assert not record.finished
