@@ -10,8 +10,10 @@ from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
-from storage import keys
+import ray
+
 from storage.actor_setup import ActorSetup
+from storage.attempts import Attempts
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.errors import FencedError, LayerCheckError, StoreError, TrainingError
@@ -20,13 +22,14 @@ from storage.messages import AttemptFacts, LiveStatus, Order, Reply, Report, Res
 from storage.object_store import open_object_store
 from storage.pacer import Pacer
 from storage.planner import RestorePlanner
-from storage.probe import write_token
+from storage.preemption import nodes_given_notice
 from storage.records import EpochClaim, EpochLife
 from storage.restore_points import SWEEP_S
-from storage.store_health import RETRY_S
 from storage.uploads import Uploads
-from storage.worker_group import WorkerGroup
 from storage.writer_group import WriterGroup
+
+NOTICE_S = 1.0
+"""Time between two questions whether a node will be taken away."""
 
 STANDING_S = 0.2
 """Longest wait for a restore point before ranks that stand still are answered."""
@@ -41,17 +44,14 @@ class CheckpointActor:
         self._catalog = Catalog(self._store)
         self._pacer = Pacer(self._options, setup.in_flight_limit_bytes)
         self._commits = Committer(setup, self._catalog, self._pacer.committed)
-        self._planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
+        planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
         self._uploads = Uploads(self._commits, self._give_up)
         self._writers = WriterGroup(setup, self._uploads.take, self._give_up)
-        self._group: WorkerGroup | None = None
-        self._coming: WorkerGroup | None = None
+        self._attempts = Attempts(setup, self._store, self._commits, planner, self._uploads, self._writers)
         self._started: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._plan: RestorePlan | None = None
         self._verdict: Verdict | None = None
-        self._epoch = self._attempt = self._starts = 0
-        self._cause = "the job was submitted again"
+        self._epoch = 0
         self._state = "starting"
 
     # --- life
@@ -90,11 +90,11 @@ class CheckpointActor:
         self._epoch = (await self._commits.health.retrying(self._catalog.claim, claim)).epoch
         self._spawn(self._show_life())
         newest = await self._commits.open(self._epoch)
-        if newest is not None:
-            self._attempt = newest.totals.attempts
-            self._uploads.resume_attempt(self._attempt)
+        goes_on = ray.get_runtime_context().was_current_actor_reconstructed
+        self._attempts.open(self._epoch, newest.totals.attempts if newest else 0, goes_on=goes_on)
         self._spawn(self._commits.run_forever())
         self._spawn(self._sweep_forever())
+        self._spawn(self._watch_for_notices())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -146,7 +146,7 @@ class CheckpointActor:
     async def note_failure(self, cause: str) -> None:
         """Why the worker group is about to be restarted."""
         await self._is_usable()
-        self._cause, self._state = cause, "recovering"
+        self._attempts.cause, self._state = cause, "recovering"
 
     async def note_incident(self, kind: str, what: str) -> None:
         """Something that the user should know."""
@@ -158,34 +158,19 @@ class CheckpointActor:
     async def group_starts(self) -> Verdict | None:
         """A worker group is there and has yet to load its model: ends a run whose groups never get beyond that."""
         if await self._is_usable():
-            if self._starts >= self._setup.attempts_without_progress:
-                self._give_up(
-                    TrainingError(
-                        f"{self._starts} worker groups in a row failed before their attempt began; last cause: "
-                        f"{self._cause}; mend it and run the same command again"
-                    )
-                )
-            self._starts += 1
+            try:
+                self._attempts.group_starts()
+            except TrainingError as error:
+                self._give_up(error)
         return self._verdict
 
     async def begin_attempt(self, facts: AttemptFacts) -> RestorePlan | Verdict:
         """Let accepted uploads land (for a bounded time), then return the plan that all ranks restore from."""
         if not await self._is_usable():
             return self._present_verdict()
-        self._state = "recovering" if self._attempt else "starting"
-        group = self._coming = WorkerGroup.of(facts)
+        self._state = "recovering" if self._attempts.number else "starting"
         try:
-            await self._writers.inherit()
-            self._writers.follow(group.nodes)
-            await self._check_writers_see_store()
-            await self._writers.drain(self._commits.is_settled, self._options.drain_s)
-            async with self._commits.lock:
-                if group is not self._coming:  # its ranks died while it waited here, and others have come since
-                    return Verdict(kind="FencedError", message="a newer worker group has come; this one stops")
-                await self._take_on(group)
-                await self._commits.strike("begin_attempt", self._commits.ledger.committed.step)
-                self._plan = await self._planner.plan(self._attempt, self._writers.names)
-                return self._plan
+            return await self._attempts.begin(facts)
         except LayerCheckError as error:
             self._give_up(error)
         return self._present_verdict()
@@ -193,28 +178,6 @@ class CheckpointActor:
     def _present_verdict(self) -> Verdict:
         assert self._verdict is not None
         return self._verdict
-
-    async def _check_writers_see_store(self) -> None:
-        """Refuse a local path that is not the same folder on every node."""
-        token = await self._commits.health.retrying(write_token, self._store)
-        try:
-            await self._writers.check_token(token)
-        finally:
-            await self._commits.health.retrying(self._store.delete, [keys.probe(token)])
-
-    async def _take_on(self, group: WorkerGroup) -> None:
-        """Close the attempt before and open the next one, from the committed composite."""
-        self._commits.begin_attempt(group.facts)
-        self._group = group
-        self._starts = 0
-        self._attempt += 1  # before anything is awaited: from here on, nothing of the attempt before is booked
-        self._uploads.begin_attempt(self._attempt, self._epoch)
-        self._writers.end_inherited()
-        await self._planner.check_progress(self._cause)
-        recovery = self._planner.recovery(self._attempt, self._cause) if self._attempt > 1 else None
-        self._cause = "the worker group was restarted"
-        self._commits.journal.attempt_began(self._commits.ledger.committed.step, recovery)
-        await self._commits.commit(self._commits.ledger.committed)
 
     async def restored(self, attempt: int, bad: dict[str, str], outage: str | None) -> RestorePlan | Verdict | None:
         """The ranks have read the plan; `bad` tells what is wrong with some layers' shards.
@@ -226,49 +189,41 @@ class CheckpointActor:
         """
         if not await self._is_usable():
             return self._verdict
-        if attempt != self._attempt:
-            return _stale_attempt(attempt, self._attempt)
+        if attempt != self._attempts.number:
+            return _stale_attempt(attempt, self._attempts.number)
         try:
-            if bad:
-                async with self._commits.lock:
-                    await self._planner.fall_back(bad)
-                    self._plan = await self._planner.plan(self._attempt, self._writers.names)
-                return self._plan
-            if outage is not None:
-                self._commits.health.fails(outage)
-                await asyncio.sleep(RETRY_S)
-                return self._plan
+            plan = await self._attempts.restored(bad, outage)
         except LayerCheckError as error:
             self._give_up(error)
             return self._verdict
-        self._commits.health.works()
-        self._plan, self._state = None, "training"
-        return None
+        if plan is None:
+            self._state = "training"
+        return plan
 
     # --- ticks
 
     async def reached(self, attempt: int, step: int) -> None:
         """Training has done `step`, at which there is nothing else to report."""
-        if await self._is_usable() and attempt == self._attempt:
+        if await self._is_usable() and attempt == self._attempts.number:
             self._commits.journal.reached(step)
 
     async def report(self, report: Report) -> Reply:
         """Take the sums of a tick; answer with what to persist and how far the restore point is."""
         if not await self._is_usable():
             return Reply(verdict=self._verdict)
-        if report.attempt != self._attempt:
-            return Reply(verdict=_stale_attempt(report.attempt, self._attempt))
+        if report.attempt != self._attempts.number:
+            return Reply(verdict=_stale_attempt(report.attempt, self._attempts.number))
         self._commits.journal.report(report)  # even without the group's facts
-        if self._group is None:
+        group = self._attempts.group
+        if group is None:
             if report.attempt_facts is None:
                 return Reply(restore_point=self._commits.ledger.committed.step, needs_attempt_facts=True)
-            self._group = WorkerGroup.of(report.attempt_facts)
-            self._writers.follow(self._group.nodes)
+            group = self._attempts.joined(report.attempt_facts)
         await self._commits.strike("report", report.step)
         self._state = "holding for storage" if report.hold else "flushing" if report.flush else "training"
-        self._uploads.take_report(report, self._epoch, self._writers, self._group.world_size)
-        number, layers = self._pacer.decide(report, self._commits.ledger, self._group)
-        order = Order(decision=number, epoch=self._epoch, attempt=self._attempt, layers=layers) if layers else None
+        self._uploads.take_report(report, self._epoch, self._writers, group.world_size)
+        number, layers = self._pacer.decide(report, self._commits.ledger, group)
+        order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers) if layers else None
         if order is None and (report.hold or report.flush):
             await self._next_commit()
         lag = report.step + self._options.interval_steps - self._commits.ledger.committed.step
@@ -286,9 +241,23 @@ class CheckpointActor:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._plan is None:  # a plan pins what it names
+            if not self._attempts.is_restoring:
                 with contextlib.suppress(StoreError):
                     await self._commits.points.sweep_ripe()
+
+    async def _watch_for_notices(self) -> None:
+        """From a preemption notice until its group is gone, persist as much as fits, the most valuable layers first."""
+        told: set[str] = set()
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            with contextlib.suppress(ray.exceptions.RayError):  # asked again in a moment
+                given = await asyncio.to_thread(nodes_given_notice)
+                here = given.intersection(self._attempts.group.nodes if self._attempts.group else ())
+                self._pacer.hurry = bool(here)
+                for node in here - told:
+                    what = f"node {node} will be taken away: layers are persisted beyond the budget from now on"
+                    self._commits.journal.incident("preemption notice", what)
+                told |= here
 
     async def finish(self, step: int) -> Verdict | None:
         """Training has reached its end and everything is committed: mark the run finished, sweep what nobody names."""

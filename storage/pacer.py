@@ -20,6 +20,8 @@ class Pacer:
         self._tokens = 0.0
         self._latencies = deque([options.interval_steps], maxlen=LATENCIES)
         self._decisions = 0
+        self.hurry = False
+        """A node will be taken away: the budget and the threshold do not count, only the limit of bytes in flight."""
 
     def committed(self, latency_steps: int) -> None:
         """A restore point was committed `latency_steps` after its newest snapshot."""
@@ -68,10 +70,12 @@ class Pacer:
             tokens=self._tokens,
             refill_bytes=0.0 if standing else self._refill(sum(layer.bytes for layer in layers), report),
             criterion=options.criterion,
-            threshold=options.threshold,
+            threshold=None if self.hurry else options.threshold,
         )
 
     def _refill(self, full_bytes: int, report: Report) -> float:
+        if self.hurry:
+            return float(full_bytes)
         unit, amount = parse_write_budget(self._options.write_budget)
         if unit == "share":
             return full_bytes * amount
