@@ -68,7 +68,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Decision:
-    """Layers to persist at the tick, and what is left in the bucket."""
+    """Layers to persist at the tick, the most urgent and most valuable first, and what is left in the bucket."""
 
     layers: tuple[str, ...]
     tokens: float
@@ -143,7 +143,7 @@ class _Pass:
         self._take_best()
         if not self.chosen:
             self._take_for_lag()
-        names = tuple(self.facts.layers[index].name for index in sorted(self.chosen))
+        names = tuple(self.facts.layers[index].name for index in self.chosen)
         return Decision(names, self.tokens)
 
     def _write_by(self, step: int) -> int:
