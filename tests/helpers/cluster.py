@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +45,21 @@ class RayHead:
 
     address: str
     """URL of its job server."""
+    gcs: str
+    """Address that nodes and drivers join."""
     token: Path
     temp_dir: Path
     nodes: tuple[psutil.Process, ...]
     """`ray start` of each node beside the head."""
 
-    def ray(self, *arguments: str, cwd: Path | None = None, token: bool = True) -> subprocess.CompletedProcess[str]:
+    def ray(
+        self, *arguments: str, cwd: Path | None = None, token: bool = True, address: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run Ray's command line against this head, with its token or without any."""
-        settings = {"RAY_ADDRESS": self.address, "HOME": str(self.temp_dir)}  # HOME: no token of the user's own
+        settings = {
+            "RAY_ADDRESS": address or self.address,
+            "HOME": str(self.temp_dir),
+        }  # HOME: no token of the user's own
         if token:
             settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         return subprocess.run(
@@ -71,8 +78,16 @@ def _clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
 
 
+def wrong_clock(hours: int) -> dict[str, str]:
+    """Environment of processes whose wall clock is `hours` off; empty where libfaketime is not installed."""
+    libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    if not libraries:
+        return {}
+    return {"LD_PRELOAD": str(libraries[0]), "FAKETIME": f"{hours:+d}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+
 @contextmanager
-def ray_cluster(nodes: int) -> Iterator[RayHead]:
+def ray_cluster(nodes: int, environment_of_last: Mapping[str, str] | None = None) -> Iterator[RayHead]:
     """Start a head without CPUs, as cluster.yaml has it, and `nodes` with one CPU each; on leaving end their processes,
     and no others."""
     temp_dir = Path(tempfile.mkdtemp(prefix="lc", dir="/tmp"))  # short: Ray puts Unix sockets below it
@@ -88,14 +103,19 @@ def ray_cluster(nodes: int) -> Iterator[RayHead]:
         address = f"--address=127.0.0.1:{gcs}"
         others = []
         for number in range(nodes):
+            more = dict(environment_of_last or {}) if number == nodes - 1 else {}
             own = {"temp-dir": temp_dir / str(number)}  # as on another machine: no node unpacks a job over another's
-            others.append(started.enter_context(_started(temp_dir, address, **own, **{"num-cpus": 1})))
+            others.append(
+                started.enter_context(_started(temp_dir, address, environment=more, **own, **{"num-cpus": 1}))
+            )
             wait_for("the node runs", lambda: _blocks(temp_dir, others))
-        yield RayHead(url, token, temp_dir, tuple(others))
+        yield RayHead(url, f"127.0.0.1:{gcs}", token, temp_dir, tuple(others))
 
 
 @contextmanager
-def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.Process]:
+def _started(
+    temp_dir: Path, *flags: str, environment: Mapping[str, str] | None = None, **options: object
+) -> Iterator[psutil.Process]:
     """`ray start --block` in a session of its own; ended at once on leaving, with all that its raylet has started."""
     options |= {"dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0}
     options |= {"object-store-memory": 200_000_000}
@@ -108,7 +128,7 @@ def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.
     with (temp_dir / "start.log").open("a") as log:
         process = subprocess.Popen(
             [str(RAY), "start", "--block", *flags, *(f"--{name}={value}" for name, value in options.items())],
-            env=_clean_environment() | settings,
+            env=_clean_environment() | settings | dict(environment or {}),
             cwd=temp_dir,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -118,11 +138,25 @@ def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.
         yield psutil.Process(process.pid)
     finally:
         if process.poll() is None:
-            descendants = psutil.Process(process.pid).children(recursive=True)
-            os.killpg(process.pid, signal.SIGKILL)  # on SIGTERM it drains for 30 s
-            process.wait()
-            for left in psutil.wait_procs(descendants, timeout=10)[1]:
-                left.kill()
+            remove_node(psutil.Process(process.pid))
+        process.wait()
+
+
+def remove_node(node: psutil.Process) -> None:
+    """Take a node away without grace, with all that its raylet has started. (On SIGTERM it drains for 30 s.)"""
+    descendants = node.children(recursive=True)
+    os.killpg(node.pid, signal.SIGKILL)
+    for process in descendants:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(descendants, timeout=10)
+
+
+def node_id(node: psutil.Process) -> str:
+    """Ray's id of a node."""
+    (raylet,) = [process for process in node.children(recursive=True) if process.name() == "raylet"]
+    (named,) = {word.partition("=")[2] for word in raylet.cmdline() if word.startswith(("--node_id=", "--node-id="))}
+    return named
 
 
 def processes_of(node: psutil.Process, title: str) -> list[psutil.Process]:

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,8 @@ from storage.object_store import ObjectStore, open_object_store
 from storage.records import Record, VersionRef
 from storage.shard_reader import read_shard
 from tests.helpers.tiny import tiny_tokenizer, write_tiny_chat, write_tiny_model
+
+ROOT = Path(__file__).parents[2]
 
 State = dict[tuple[str, str], npt.NDArray[np.generic]]
 """(tensor, kind) -> all elements, flat."""
@@ -64,6 +68,15 @@ class Runs:
 
     def spec(self, name: str, **sections: Any) -> JobSpec:
         """The spec of a run; `sections` are merged over what all runs have in common."""
+        return JobSpec.model_validate_json(json.dumps(self._merged(name, sections)))
+
+    def spec_file(self, name: str, **sections: Any) -> Path:
+        """The same, as a file to submit (JSON is YAML)."""
+        path = self.folder / f"{name}-{len(list(self.folder.glob('*.yaml')))}.yaml"
+        path.write_text(json.dumps(self._merged(name, sections)))
+        return path
+
+    def _merged(self, name: str, sections: dict[str, Any]) -> dict[str, Any]:
         common: dict[str, Any] = {
             "name": name,
             "storage": {"url": str(self.folder / "runs")},
@@ -84,7 +97,7 @@ class Runs:
         for section, values in sections.items():
             if isinstance(values, dict):
                 merged[section] = {**common.get(section, {}), **values}
-        return JobSpec.model_validate_json(json.dumps(merged))
+        return merged
 
     def store(self, name: str) -> ObjectStore:
         """The store of a run."""
@@ -111,6 +124,46 @@ def run_whole(spec: JobSpec) -> RunOutcome:
     return outcome
 
 
+class DriverProcess:
+    """`python -m app run` in a process of its own, on the Ray cluster at `address`."""
+
+    def __init__(self, spec_file: Path, *arguments: str, address: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app", "run", str(spec_file), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "RAY_ADDRESS": address, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code and the last line of stderr."""
+        _, err = self.process.communicate(timeout=300)
+        return self.process.returncode, (err.splitlines() or [""])[-1]
+
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.process.poll() is not None
+
+
+@contextmanager
+def driver_process(spec_file: Path, *arguments: str, address: str, **environment: str) -> Iterator[DriverProcess]:
+    """Such a driver beside the block; killed at the block's end if it still lives."""
+    driver = DriverProcess(spec_file, *arguments, address=address, **environment)
+    try:
+        yield driver
+    finally:
+        if not driver.is_over():
+            driver.process.kill()
+            driver.process.communicate()
+
+
+def session_address() -> str:
+    """Address of this process's Ray session, for a driver of its own."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 @contextmanager
 def running(spec: JobSpec) -> Iterator[Future[RunOutcome]]:
     """Run a job in a thread beside the block; the block's end waits for the run's."""
@@ -121,17 +174,24 @@ def running(spec: JobSpec) -> Iterator[Future[RunOutcome]]:
 
 
 def wait_until(
-    what: str, condition: Callable[[], bool], *, future: Future[RunOutcome] | None = None, timeout_s: float = 300
+    what: str,
+    condition: Callable[[], bool],
+    *,
+    future: Future[RunOutcome] | DriverProcess | None = None,
+    timeout_s: float = 300,
 ) -> None:
     """Wait for `condition`; fails when the run in `future` is over before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert future is None or not future.done(), f"the run was over before {what}: {future.result()}"
+        if isinstance(future, DriverProcess):
+            assert not future.is_over(), f"the driver ended before {what}: {future.wait()}"
+        else:
+            assert future is None or not future.done(), f"the run was over before {what}: {future.result()}"
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
 
 
-def wait_for_step(store: ObjectStore, step: int, future: Future[RunOutcome]) -> None:
+def wait_for_step(store: ObjectStore, step: int, future: Future[RunOutcome] | DriverProcess) -> None:
     """Wait until the run's restore point has reached `step`."""
     catalog = Catalog(store)
 
