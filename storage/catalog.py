@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from storage import keys
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError
 from storage.object_store import ObjectStore
-from storage.records import EpochClaim, EpochLife, Manifest, Record, Seal, VersionRef, digest_of
+from storage.records import EpochClaim, EpochLife, Fence, Manifest, Record, VersionRef, digest_of
 from storage.store_common import ObjectInfo
 
 LARGEST_DOCUMENT_BYTES = 64 << 20
@@ -60,27 +60,27 @@ class Catalog:
         if newest is not None and newest.epoch > epoch:
             raise FencedError(_taken_over(newest))
 
-    def seal_older(self, epoch: int) -> None:
+    def fence_older(self, epoch: int) -> None:
         """Make it impossible for every epoch below `epoch` to commit, even one that has just checked its fence.
 
         Each of them creates its records in sequence; what stands at the next number is created here first. An epoch
-        seals before it commits, so those below one that has committed are sealed.
+        fences before it commits, so those below one that has committed are fenced.
         """
         for older in range(epoch - 1, 0, -1):
-            if self._seal(older, epoch) > 0:
+            if self._fence(older, epoch) > 0:
                 return
 
-    def _seal(self, older: int, epoch: int) -> int:
+    def _fence(self, older: int, epoch: int) -> int:
         """Returns how many records `older` has committed."""
         while True:
             listed = self.store.list(keys.records_of(older))
-            if listed and _is_seal(self.store.read(listed[-1].key)):
+            if listed and _is_fence(self.store.read(listed[-1].key)):
                 return keys.seq_of(listed[-1].key)
             committed = keys.seq_of(listed[-1].key) + 1 if listed else 0
             try:
-                self.store.create(keys.record(older, committed), Seal(sealed_by=epoch).to_bytes())
+                self.store.create(keys.record(older, committed), Fence(fenced_by=epoch).to_bytes())
             except ObjectExistsError:
-                continue  # a record that it committed meanwhile counts, or our own seal, its reply lost
+                continue  # a record that it committed meanwhile counts, or our own fence, its reply lost
             return committed
 
     def show_life(self, life: EpochLife) -> None:
@@ -113,7 +113,7 @@ class Catalog:
             stored = self.store.read(key)
             if stored == data:
                 return
-            if _is_seal(stored):
+            if _is_fence(stored):
                 self.check_fence(record.epoch)
             raise
 
@@ -144,9 +144,9 @@ class Catalog:
         return None
 
     def _read_record(self, info: ObjectInfo) -> Record | None:
-        """The record that is listed, or None where a seal stands."""
+        """The record that is listed, or None where a fence stands."""
         data = self._read(info)
-        if _is_seal(data):
+        if _is_fence(data):
             return None
         record = Record.from_bytes(info.key, data)
         _check_name(info.key, keys.record(record.epoch, record.seq))
@@ -198,9 +198,9 @@ def _check_name(key: str, own: str) -> None:
         raise CorruptObjectError(f"{key}: expected the object of this name, got {own}; bring it back from a copy")
 
 
-def _is_seal(data: bytes) -> bool:
+def _is_fence(data: bytes) -> bool:
     try:
-        Seal.from_bytes("", data)
+        Fence.from_bytes("", data)
     except CorruptObjectError:
         return False
     return True

@@ -42,7 +42,7 @@ class Committer:
             FencedError, StoreError: the run cannot be taken on.
         """
         self._epoch = epoch
-        await self.health.retrying(self._catalog.seal_older, epoch)
+        await self.health.retrying(self._catalog.fence_older, epoch)
         found = await self.health.retrying(self._catalog.restorable)
         keep = self._setup.checkpoint.keep_restore_points
         self.points = RestorePoints(self._catalog, keep, epoch, found.records, self.health)
@@ -137,7 +137,7 @@ class Committer:
         await self.strike("before_commit", point.step)
         await self.points.commit(record)
         await self.strike("after_commit", point.step)
-        self._seq += 1  # only now: a gap would let this epoch commit past its seal
+        self._seq += 1  # only now: a gap would let this epoch commit past its fence
         self.ledger.commit(point)
         self.committed.set()
 

@@ -234,10 +234,10 @@ class Record(Sealed):
         return sum(fact.bytes for fact in self.facts if not fact.frozen)
 
 
-class Seal(Sealed):
+class Fence(Sealed):
     """Stands where a stale epoch would create its next record, so that it cannot."""
 
-    sealed_by: NonNegative
+    fenced_by: NonNegative
     """Epoch that took the run over."""
 
 

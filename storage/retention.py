@@ -28,7 +28,7 @@ def needed_prefixes(records: Iterable[Record]) -> set[str]:
 def unnamed(object_keys: Iterable[str], records: Sequence[Record], keep: int) -> list[str]:
     """Keys that no retained record needs: old records, and objects of layer versions nobody names.
 
-    The last key of each epoch's records stays: it is the newest record of all, or seals a stale epoch.
+    The last key of each epoch's records stays: it is the newest record of all, or fences a stale epoch.
     """
     object_keys, kept = sorted(object_keys), retained(records, keep)
     last = {key.rpartition("/")[0]: key for key in object_keys if key.startswith(keys.RECORDS)}

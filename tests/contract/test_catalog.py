@@ -34,7 +34,7 @@ def test_of_sixteen_racing_drivers_one_can_commit(place: Place) -> None:
         except FencedError as error:
             assert "by another driver" in str(error)  # noqa: PT017 - the losers are counted below
             return None
-        catalogs[number].seal_older(epoch)
+        catalogs[number].fence_older(epoch)
         return epoch
 
     def commits(owner: tuple[Catalog, int]) -> bool:
@@ -162,7 +162,7 @@ def test_a_stale_epoch_that_wakes_up_past_its_fence_check_commits_nothing(place:
 
     def take_over() -> None:
         second.claim(claim(driver="second", nonce="2"))
-        second.seal_older(2)
+        second.fence_older(2)
 
     late = record({"a": ref("a", 9)}, seq=committed)
     with pytest.raises(FencedError, match="epoch 2 of this run was claimed"):
@@ -173,18 +173,18 @@ def test_a_stale_epoch_that_wakes_up_past_its_fence_check_commits_nothing(place:
     assert second.newest_record().epoch == 2
 
 
-def test_a_seal_counts_what_was_committed_before_it_and_stays(catalog: Catalog) -> None:
-    """Epochs 1 and 2 began and never committed, 3 did, 4 died as it sealed; 5 seals what is left."""
+def test_a_fence_counts_what_was_committed_before_it_and_stays(catalog: Catalog) -> None:
+    """Epochs 1 and 2 began and never committed, 3 did, 4 died as it fenced; 5 fences what is left."""
     for epoch in range(1, 6):
         catalog.claim(claim(nonce=str(epoch)))
         if epoch == 3:
-            catalog.seal_older(3)
+            catalog.fence_older(3)
             catalog.commit(record({"a": ref("a", 1)}, epoch=3))
-    catalog.seal_older(5)
-    catalog.seal_older(5)  # again, as after a lost reply
-    sealed = [keys.record(1, 0), keys.record(2, 0), keys.record(3, 1), keys.record(4, 0)]
+    catalog.fence_older(5)
+    catalog.fence_older(5)  # again, as after a lost reply
+    fences = [keys.record(1, 0), keys.record(2, 0), keys.record(3, 1), keys.record(4, 0)]
     listed = [info.key for info in catalog.store.list(keys.RECORDS)]
-    assert listed == sorted([*sealed, keys.record(3, 0)])
+    assert listed == sorted([*fences, keys.record(3, 0)])
     catalog.commit(record({"a": ref("a", 2)}, epoch=5))
     found = catalog.restorable()
     assert [(point.epoch, point.seq) for point in found.records] == [(5, 0), (3, 0)]

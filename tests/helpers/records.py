@@ -9,6 +9,7 @@ from storage.records import (
     ElementRange,
     EpochClaim,
     EpochLife,
+    Fence,
     Incident,
     LayerFacts,
     Manifest,
@@ -107,4 +108,5 @@ def golden_documents() -> dict[type[Sealed], Sealed]:
         incidents=(Incident(step=6, kind="slow store", what="503"),),
     )
     owned = claim().model_copy(update={"epoch": 1, "spec": {"name": "r", "steps": 1, "rates": [2.5, None]}})
-    return {Record: told, Manifest: manifest("block.0", 7), EpochClaim: owned, EpochLife: EpochLife(epoch=1, beat=77)}
+    life, fence = EpochLife(epoch=1, beat=77), Fence(fenced_by=2)
+    return {Record: told, Manifest: manifest("block.0", 7), EpochClaim: owned, EpochLife: life, Fence: fence}

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import CorruptObjectError
-from storage.records import EpochClaim, EpochLife, Manifest, Record, Sealed, Stored, digest_of
+from storage.records import EpochClaim, EpochLife, Fence, Manifest, Record, Sealed, Stored, digest_of
 from tests.helpers.records import golden_documents
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-KINDS: list[type[Sealed]] = [Record, Manifest, EpochClaim, EpochLife]
+KINDS: list[type[Sealed]] = [Record, Manifest, EpochClaim, EpochLife, Fence]
 
 
 @pytest.mark.parametrize("kind", KINDS)
