@@ -25,7 +25,7 @@ quickstart: setup ## train a small model, kill a worker, watch the run recover (
 	$(BIN)/python -m app run jobs/quickstart.yaml
 
 test: setup ## run all tests (those marked gpu only where there is one)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup ## format check, ruff, mypy, import contracts
 	$(BIN)/ruff format --check .

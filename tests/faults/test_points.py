@@ -6,8 +6,7 @@ import pytest
 
 from app.status import RunStatus
 from storage.catalog import Catalog
-from tests.faults.test_processes import check_consistent
-from tests.helpers.runs import Runs, State, differing, run_whole, state_of
+from tests.helpers.runs import Runs, State, check_consistent, differing, run_whole, state_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # start-ups of worker groups take most of it
 

@@ -21,7 +21,9 @@ from rich.console import Console
 from transformers import GPT2Config
 
 from app.driver import RunOutcome, run_job
+from app.gc import collect
 from app.job_spec import JobSpec
+from app.verify import verify_run
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_object_store
 from storage.records import Record, VersionRef
@@ -243,3 +245,15 @@ def differing(one: State, other: State) -> list[tuple[str, str]]:
     """Tensors that are not the same bit by bit."""
     assert one.keys() == other.keys()
     return [key for key in one if one[key].tobytes() != other[key].tobytes()]
+
+
+def check_consistent(store: ObjectStore) -> Record:
+    """Every retained restore point reads back, nothing unnamed is left, no bound was broken; returns the newest."""
+    found = verify_run(store)
+    assert found.problems == []
+    assert found.objects > 0
+    assert collect(store, dry_run=True).keys == ()
+    records = Catalog(store).restorable().records
+    assert all(max(record.ages().values()) <= record.staleness_bound_steps for record in records)
+    assert records[0].finished
+    return records[0]

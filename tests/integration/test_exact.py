@@ -36,27 +36,17 @@ def test_the_truth_is_not_trivial(truth: dict[int, State]) -> None:
     assert all(np.any(a != b) for a, b in pairwise(weights))
 
 
-@pytest.mark.parametrize(
-    ("name", "faults"),
-    [
-        ("killed-once", [{"rank": 1, "step": 4, "point": "backward"}]),
-        (
-            "killed-twice",
-            [
-                {"rank": 2, "step": 3, "point": "before_tick"},
-                {"rank": 0, "step": 6, "point": "snapshot", "attempt": 2},
-            ],
-        ),
-    ],
-)
-def test_kill_and_recover_equals_the_failure_free_run_bitwise(runs: Runs, truth, name, faults) -> None:
-    status = run_whole(
-        runs.spec(name, training=TRAINING, scaling=THREE, checkpoint=FULL, fault_injection=faults)
-    ).status
+def test_killed_twice_and_recovered_equals_the_failure_free_run_bitwise(runs: Runs, truth: dict[int, State]) -> None:
+    faults = [
+        {"rank": 2, "step": 3, "point": "before_tick"},
+        {"rank": 0, "step": 6, "point": "snapshot", "attempt": 2},
+    ]
+    spec = runs.spec("killed-twice", training=TRAINING, scaling=THREE, checkpoint=FULL, fault_injection=faults)
+    status = run_whole(spec).status
     assert len(status.recoveries) == len(faults)
     assert len([i for i in status.incidents if i.kind == "fault injected"]) == len(faults)
     assert max(recovery.restore_point for recovery in status.recoveries) > 0
-    assert differing(state_of(runs.store(name), runs.newest(name)), truth[STEPS]) == []
+    assert differing(state_of(runs.store(spec.name), runs.newest(spec.name)), truth[STEPS]) == []
     clean = runs.newest("clean").progress
     assert status.eval_losses == clean.eval_losses
     assert [step for step, _ in status.eval_losses] == list(range(1, STEPS + 1))
