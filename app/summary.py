@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.status import RunStatus
+from storage.records import Phases
 
 
 def summary(status: RunStatus) -> RenderableType:
@@ -17,6 +18,8 @@ def summary(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [_figures(status)]
     if status.recoveries:
         parts += [Text(), _recoveries(status)]
+    if any(recovery.phases for recovery in status.recoveries):
+        parts += [Text(), _phases(status)]
     if status.incidents:
         parts += [Text(), _incidents(status)]
     return Group(*parts)
@@ -88,6 +91,20 @@ def _recoveries(status: RunStatus) -> Table:
             str(recovery.max_age),
             "-" if recovery.seconds is None else seconds(recovery.seconds),
         )
+    return table
+
+
+def _phases(status: RunStatus) -> Table:
+    table = Table(
+        title="Seconds from death to next step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    headings = {name: name.replace("_", "\n") for name in Phases.model_fields}
+    for heading in ("attempt", *headings.values(), "sum"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for recovery in status.recoveries:
+        if recovery.phases is not None:
+            spent = [getattr(recovery.phases, name) for name in headings]
+            table.add_row(str(recovery.attempt), *(f"{value:.2f}" for value in (*spent, recovery.phases.total)))
     return table
 
 

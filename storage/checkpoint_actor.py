@@ -146,6 +146,7 @@ class CheckpointActor:
     async def note_failure(self, cause: str) -> None:
         """Why the worker group is about to be restarted."""
         await self._is_usable()
+        self._commits.journal.failed()
         self._attempts.cause, self._state = cause, "recovering"
 
     async def note_incident(self, kind: str, what: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from storage.messages import Report
 from storage.records import Incident, Progress, Record, Recovery, Totals
+from storage.recovery_time import RecoveryTime
 
 KEPT_INCIDENTS = 200
 NOT_REPEATED = 20
@@ -24,6 +25,7 @@ class Journal:
         self.incidents = list(record.incidents) if record else []
         self._last_report_at = time.monotonic()
         self._attempt_tokens = None if record else 0
+        self._recovery_time = RecoveryTime(self._last_report_at)
         self._tick_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
         self._step_seconds: deque[float] = deque(maxlen=TIMING_WINDOW)
         self._tokens: deque[tuple[float, int]] = deque()
@@ -32,9 +34,11 @@ class Journal:
     def report(self, report: Report) -> None:
         """A tick has happened."""
         now = time.monotonic()
-        if self.recoveries and self.recoveries[-1].seconds is None:
-            seconds = round(now - self._last_report_at, 3)
-            self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": seconds})
+        took = self._recovery_time.first_report(now, report.comeback)
+        if took is not None:
+            seconds, phases = took
+            self.recoveries[-1] = self.recoveries[-1].model_copy(update={"seconds": seconds, "phases": phases})
+        self._recovery_time.heard(now)
         if report.hold:
             self.totals = _plus(self.totals, held_seconds=now - self._last_report_at)
         self._last_report_at = now
@@ -65,6 +69,11 @@ class Journal:
         self._attempt_tokens = 0
         if recovery is not None:
             self.recoveries.append(recovery)
+            self._recovery_time.attempt_began(time.monotonic())
+
+    def failed(self) -> None:
+        """The worker group has failed, as Ray Train's controller says."""
+        self._recovery_time.failed(time.monotonic())
 
     def fell_back(self, step: int, ages: Sequence[int]) -> None:
         """The present attempt goes on after `step`, earlier than it was to: versions could not be read."""

@@ -29,6 +29,12 @@ def _started(pid: int) -> str:
     return "" if state == "Z" else fields[18]
 
 
+def seconds_lived() -> float:
+    """How long ago this process was started, by its machine's own clock; 0 where the machine does not tell."""
+    ticks = _started(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+
 def this_process() -> ProcessId:
     """Identity of the calling process."""
     pid = os.getpid()

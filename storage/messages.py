@@ -55,6 +55,16 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comeback:
+    """How rank 0 came to its first step, on its own clock."""
+
+    laps: dict[str, float]
+    """Seconds by phase, from `imports` to `first_step`: names of `storage.records.Phases`."""
+    ago_s: float
+    """How long ago that step was."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What rank 0 reports at a tick, after an all-reduce over the ranks."""
 
@@ -83,6 +93,8 @@ class Report:
     tick_seconds: float | None = None
     step_seconds: float | None = None
     attempt_facts: AttemptFacts | None = None
+    comeback: Comeback | None = None
+    """In the first report after the attempt's first step."""
 
 
 @dataclass(frozen=True, kw_only=True)

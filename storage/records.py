@@ -157,8 +157,34 @@ class Totals(Stored):
     """Time for which training stood still because the restore point was `max_lag` behind."""
 
 
+class Phases(Stored):
+    """Where the seconds of a recovery went. Each is measured on one machine; no two clocks are compared."""
+
+    detect: float
+    """From the worker group's last report to the news that it has failed; the death lies somewhere between."""
+    restart: float
+    """Ray takes the old group down and starts rank 0's process."""
+    imports: float
+    """From the start of that process to the training loop's first line: Ray, torch, transformers, the process group."""
+    load_model: float
+    """Model and optimizer are built."""
+    plan: float
+    """The CheckpointActor lets uploads land, and pins a restore plan."""
+    read: float
+    """Shards are read and verified, by all ranks together."""
+    broadcast: float
+    """They are broadcast, and filled into model and optimizer."""
+    first_step: float
+    """DDP is set up, one pass is discarded, and the first step is made."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
+
+
 class Recovery(Stored):
-    """One restart from the composite; `seconds` runs from the last tick before the failure to the first step after."""
+    """One restart from the composite."""
 
     attempt: NonNegative
     cause: str
@@ -167,6 +193,9 @@ class Recovery(Stored):
     max_age: NonNegative
     mean_age: float
     seconds: float | None = None
+    """From the last report before the failure, or from when the job was submitted again, to the first step after."""
+    phases: Phases | None = None
+    """Their sum is `seconds`; null when the report that tells them was lost, or there was no step left to make."""
 
 
 class Incident(Stored):

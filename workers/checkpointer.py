@@ -29,6 +29,7 @@ from workers.restore import restore
 from workers.slices import Slice, cut, trainable
 from workers.snapshot import Snapshotter
 from workers.state import layer_bytes, slice_tensors
+from workers.stopwatch import Stopwatch
 from workers.together import STANDING_WAIT_S, ask_together
 
 
@@ -81,6 +82,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         faults: FaultInjector,
         seed: int,
+        stopwatch: Stopwatch,
     ) -> None:
         self._actor, self._store, self._run, self._options = actor, store, run, options
         self._model, self._optimizer, self._base, self._device, self._group = model, optimizer, base, device, group
@@ -95,6 +97,7 @@ class Checkpointer:
         }
         self._faults = faults
         self._seed = seed
+        self._stopwatch = stopwatch
         self._snapshotter = Snapshotter(device)
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
@@ -117,7 +120,9 @@ class Checkpointer:
         """
         model, optimizer = self._model, self._optimizer
         self._attempt_facts = self._facts()
+        self._stopwatch.lap("load_model")
         answer = ask_together(self._actor, self._group, "begin_attempt", self._attempt_facts)
+        self._stopwatch.lap("plan")
         if not isinstance(answer, RestorePlan):
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
@@ -129,6 +134,7 @@ class Checkpointer:
         plan = restore(
             answer, self._store, self._layers, model, optimizer, self._device, self._group, self._ask_for_replacement
         )
+        self._stopwatch.lap("broadcast")
         self._restore_point = plan.step
         slices = list(self._slices.values())
         self._meter = DeltaMeter(self._trained, slices, model, optimizer, self._options.reference_fraction, self._seed)
@@ -159,6 +165,8 @@ class Checkpointer:
         if isinstance(answer, Verdict):
             raise RunStoppedError(answer)
         assert answer is None or isinstance(answer, RestorePlan)
+        if answer is None:
+            self._stopwatch.lap("read")
         return answer
 
     # --- ticks
@@ -173,6 +181,7 @@ class Checkpointer:
         Raises:
             RunStoppedError: the run must stop.
         """
+        self._stopwatch.stepped()
         self._tokens += stats.input_tokens
         if stats.eval_loss is not None:
             self._untold.eval_losses = (*self._untold.eval_losses, (step, stats.eval_loss))
@@ -268,6 +277,7 @@ class Checkpointer:
             tick_seconds=self._tick_seconds,
             step_seconds=untold.step_seconds,
             attempt_facts=self._attempt_facts if self._needs_attempt_facts else None,
+            comeback=self._stopwatch.comeback(),
         )
         self._carried = self._tick_seconds = None
         return report

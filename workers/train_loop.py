@@ -20,6 +20,7 @@ from workers.layers import find_layers
 from workers.loop_config import LoopConfig
 from workers.model import base_digest, build_model
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.stopwatch import Stopwatch
 from workers.together import ask_together
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
 
@@ -42,6 +43,7 @@ class _Loop:
     """One attempt of one worker."""
 
     def __init__(self, config: LoopConfig) -> None:
+        stopwatch = Stopwatch()
         self.config = config
         self.device = ray.train.torch.get_device()
         self.group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -71,6 +73,7 @@ class _Loop:
             group=self.group,
             faults=self.faults,
             seed=training.seed,
+            stopwatch=stopwatch,
         )
         self.start = self.checkpointer.restore()
         on_gpu = self.device.type == "cuda"

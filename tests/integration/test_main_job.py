@@ -49,7 +49,9 @@ def test_a_killed_worker_on_s3(
     assert recovery.restore_point >= 10
     assert recovery.steps_lost <= spec.checkpoint.max_lag
     assert recovery.max_age <= spec.checkpoint.staleness_bound_steps
-    assert recovery.seconds is not None
+    assert recovery.phases is not None
+    assert recovery.phases.total == pytest.approx(recovery.seconds)
+    assert all(seconds > 0 for _, seconds in recovery.phases), recovery.phases
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
@@ -61,6 +63,7 @@ def test_a_killed_worker_on_s3(
         return json.loads(capsys.readouterr().out)
 
     status = tell("status", *where)
+    assert status["recoveries"][0]["phases"] == recovery.phases.model_dump()
     assert (status["step"], status["restore_point"], status["max_age"], status["finished"]) == (steps, steps, 0, True)
     assert status["ticks"] >= steps
     assert status["reduction"] == status["ticks"] * status["full_checkpoint_bytes"] / status["bytes_written"]

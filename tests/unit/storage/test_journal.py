@@ -3,7 +3,7 @@
 import pytest
 
 from storage.journal import KEPT_INCIDENTS, Journal
-from storage.messages import Report
+from storage.messages import Comeback, Report
 from storage.records import Progress, Record, Recovery, Totals
 from tests.helpers.records import record, ref
 
@@ -108,9 +108,14 @@ def test_a_recovery_takes_until_the_first_step_after_it() -> None:
     journal = Journal(None)
     journal.report(report(4))
     journal.attempt_began(0, None)
+    journal.failed()
     journal.attempt_began(3, recovery())
     assert journal.recoveries[-1].seconds is None
-    journal.report(report(4))
+    laps = dict.fromkeys(("load_model", "plan", "read", "broadcast", "first_step"), 0.0) | {"imports": 1e6}
+    journal.report(report(4, comeback=Comeback(laps=laps, ago_s=0.0)))
+    assert journal.recoveries[-1].phases is not None
+    assert journal.recoveries[-1].phases.total == pytest.approx(journal.recoveries[-1].seconds)
+    assert journal.recoveries[-1].seconds < 60
     assert journal.recoveries[-1].seconds is not None
     seconds = journal.recoveries[-1].seconds
     journal.report(report(5))

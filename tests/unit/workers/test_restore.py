@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from tests.unit.workers.models import tiny
 from workers.layers import Layer, find_layers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
-from workers.restore import readers, restore
+from workers.restore import Share, read_share, readers, restore, shards_of
 from workers.slices import cut
 from workers.snapshot import Snapshotter
 from workers.state import slice_tensors
@@ -185,6 +186,33 @@ def test_a_manifest_that_lacks_a_shard_is_told(store: LocalStore) -> None:
     run(plan({**others, name: holed}, 2), store, target, ask)
     assert "do not hold all of" in asked[0][name]
     assert same(target.state(target.layers[name]), source.state(source.layers[name]))
+
+
+class _Counting(LocalStore):
+    """Counts how often each object is opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened: Counter[str] = Counter()
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        self.opened[key] += 1
+        return super().open_reader(key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_restore_reads_each_object_once_per_cluster(tmp_path: Path, world_size: int) -> None:
+    store = _Counting(tmp_path)
+    source = Trained(0)
+    wanted = plan({name: source.store(store, layer, 2, 3) for name, layer in source.layers.items()}, step=2)
+    shares = [read_share(store, wanted, rank, world_size, Share()) for rank in range(world_size)]
+    assert store.opened == dict.fromkeys((shard.key for _, shard in shards_of(wanted)), 1)
+    name = min(wanted.layers)  # a fallback that replaces one layer reads no other again
+    replaced = replace(wanted, layers={**wanted.layers, name: source.store(store, source.layers[name], 1, 3)})
+    for rank, share in enumerate(shares):
+        read_share(store, replaced, rank, world_size, share)
+    assert set(store.opened.values()) == {1}
+    assert len(store.opened) == len(shards_of(wanted)) + 3
 
 
 def test_every_object_has_one_reader_and_the_load_is_even(store: LocalStore) -> None:
