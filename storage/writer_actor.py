@@ -29,7 +29,6 @@ from storage.shard_writer import write_shard
 
 NAMESPACE = "layercheck"
 PARALLEL_UPLOADS = 4
-POLL_S = 1.0
 ABANDONED_S = 120.0
 """A writer that was asked before, that no CheckpointActor has asked for this long, and that holds nothing, ends."""
 
@@ -64,8 +63,8 @@ class ShardWriter:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def poll(self, seen: int, forget: Sequence[tuple[VersionId, int]]) -> WriterReport:
-        """Report what is held, as soon as there is an outcome newer than `seen` (a report's `news`), or after `POLL_S`.
+    async def poll(self, seen: int, forget: Sequence[tuple[VersionId, int]], wait_s: float) -> WriterReport:
+        """Report what is held, as soon as there is an outcome newer than `seen` (a report's `news`), or after `wait_s`.
 
         The outcomes in `forget` are dropped first.
         """
@@ -76,8 +75,12 @@ class ShardWriter:
         self._changed.clear()
         if self._news == seen:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), POLL_S)
+                await asyncio.wait_for(self._changed.wait(), wait_s)
         return WriterReport(news=self._news, pending=frozenset(self._pending), outcomes=tuple(self._outcomes.values()))
+
+    async def nudge(self) -> None:
+        """Let a `poll` that waits answer now."""
+        self._changed.set()
 
     def _watch_for_abandonment(self) -> None:
         if self._watch is None:

@@ -16,6 +16,10 @@ from storage.records import VersionId
 from storage.writer_actor import ensure_writer, find_writer, writer_name, writers_of_others
 
 RESTART_WAIT_S = 1.0
+POLL_S = 1.0
+"""Longest wait of a ShardWriter for something new to tell."""
+DRAIN_POLL_S = 0.05
+"""The same while a worker group waits for its restore plan."""
 
 ShardKey = tuple[VersionId, int]
 """A shard: its version and its rank."""
@@ -44,6 +48,7 @@ class WriterGroup:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._inherited: set[str] = set()
         self._held: dict[str, _Held] = {}
+        self._draining = 0
         self.moment = 0
         """Counts questions to writers: what happened at a moment, a writer asked later takes into account."""
 
@@ -89,10 +94,16 @@ class WriterGroup:
     async def drain(self, is_settled: Callable[[], bool], timeout_s: float) -> None:
         """Wait until no writer has anything on its way and `is_settled`, at most `timeout_s`."""
         moment, deadline = self.moment, time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.all_heard_since(moment) and not self.pending() and is_settled():
-                return
-            await asyncio.sleep(0.02)
+        self._draining += 1
+        try:
+            for node in self._nodes:
+                (await self._writer(node)).nudge.remote()  # else the poll under way would first wait for news
+            while time.monotonic() < deadline:
+                if self.all_heard_since(moment) and not self.pending() and is_settled():
+                    return
+                await asyncio.sleep(0.02)
+        finally:
+            self._draining -= 1
 
     async def check_token(self, token: str) -> None:
         """Raise `StoreError` unless every writer sees the object that holds `token`."""
@@ -156,7 +167,7 @@ class WriterGroup:
         while True:
             self.moment += 1
             moment = self.moment
-            report: WriterReport = await writer.poll.remote(seen, forget)
+            report: WriterReport = await writer.poll.remote(seen, forget, DRAIN_POLL_S if self._draining else POLL_S)
             seen = report.news
             forget = [key for key in map(self._take_outcome, report.outcomes) if key is not None]
             self._held[name] = _Held(moment, report.pending)

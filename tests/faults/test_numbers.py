@@ -49,7 +49,7 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     order = ShardOrder(meta=meta, ranges=())
     try:
         ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)]))
-        report: WriterReport = ray.get(writer.poll.remote(0, []))
+        report: WriterReport = ray.get(writer.poll.remote(0, [], 60.0))
         (outcome,) = report.outcomes
         assert (outcome.poisoned, outcome.shard) == (True, None)
         assert (
@@ -58,6 +58,6 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
         )
         with pytest.raises(ObjectNotFoundError):
             runs.store(spec.name).size(keys.shard(**version, rank=0, world_size=1))
-        assert ray.get(writer.poll.remote(-1, [(outcome.version, 0)])).outcomes == ()
+        assert ray.get(writer.poll.remote(-1, [(outcome.version, 0)], 0.0)).outcomes == ()
     finally:
         ray.kill(writer)

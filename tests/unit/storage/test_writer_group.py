@@ -1,0 +1,86 @@
+"""Draining the ShardWriters: a worker group that waits for its restore plan waits for uploads, and for nothing else."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage import writer_group
+from storage.actor_setup import ActorSetup
+from storage.messages import ShardOrder, ShardOutcome
+from storage.options import CheckpointOptions, StorageOptions
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.writer_actor import ShardWriter
+from storage.writer_group import ShardKey, WriterGroup
+from tests.helpers.records import HERE
+
+FOR_EVER_S = 3600.0
+META = ShardMeta(run="r", layer="a", step=1, optimizer_step=1, epoch=1, attempt=1, rank=0, world_size=1)
+
+
+class _Called:
+    """A ShardWriter of this process, called as an actor is."""
+
+    def __init__(self, writer: ShardWriter) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Any] = getattr(self._writer, name)
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+
+
+class _Group(WriterGroup):
+    """A group whose one writer lives here."""
+
+    called: _Called
+
+    async def _writer(self, node: str) -> Any:
+        return self.called
+
+
+@pytest.mark.parametrize("uploads", [0, 1])
+def test_draining_waits_for_uploads_but_not_for_a_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: int
+) -> None:
+    monkeypatch.setattr(writer_group, "POLL_S", FOR_EVER_S)
+    setup = ActorSetup(
+        storage=StorageOptions(url=str(tmp_path)),
+        run="r",
+        run_id="id",
+        checkpoint=CheckpointOptions(),
+        in_flight_limit_bytes=1 << 30,
+        spec={},
+        spec_fingerprint="f",
+        data_fingerprint="d",
+        driver="driver",
+        where=HERE,
+        attempts_without_progress=5,
+        store_outage_s=60.0,
+    )
+    taken: list[ShardOutcome] = []
+    problems: list[Exception] = []
+
+    def take(outcome: ShardOutcome) -> ShardKey:
+        taken.append(outcome)
+        return outcome.version, outcome.rank
+
+    async def drain() -> None:
+        writer = ShardWriter(setup.storage, setup.run, ())
+        group = _Group(setup, take, problems.append)
+        group.called = _Called(writer)
+        group.follow(["node"])
+        await asyncio.sleep(0.1)  # its second poll waits for news now, for ever
+        for _ in range(uploads):
+            tensor = ShardTensor("w", "param", "float32", 0, 1 << 20, np.zeros(1 << 20, "<f4"))
+            await writer.accept(ShardOrder(meta=META, ranges=()), [tensor])
+        await group.drain(lambda: True, FOR_EVER_S)
+        assert len(taken) == uploads
+        assert not group.pending()
+        group.follow([])
+
+    asyncio.run(asyncio.wait_for(drain(), 60))
+    assert problems == []
