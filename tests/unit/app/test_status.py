@@ -13,6 +13,7 @@ from storage.records import (
     BaseVersion,
     Incident,
     LayerFacts,
+    Phases,
     Progress,
     Record,
     Recovery,
@@ -55,6 +56,16 @@ RECORD = Record(
             max_age=21,
             mean_age=9.54,
             seconds=14.26,
+            phases=Phases(
+                detect=0.5,
+                restart=1.25,
+                imports=8.0,
+                load_model=2.0,
+                plan=0.25,
+                read=0.76,
+                broadcast=0.5,
+                first_step=1.0,
+            ),
         ),
         Recovery(attempt=3, cause="still restoring", restore_point=40, steps_lost=1, max_age=2, mean_age=1.0),
     ),
@@ -124,6 +135,12 @@ def test_summary_says_it_all_in_80_columns() -> None:
         "44 writer the ShardWriter",
     ):
         assert fact in flat, fact
+
+
+def test_the_seconds_of_a_recovery_are_shown_by_phase() -> None:
+    lines = _rendered(status_of("r", RECORD), 80).splitlines()
+    (row,) = [line.split() for line in lines if line.split()[-1:] == ["14.26"]]
+    assert row == ["2", "0.50", "1.25", "8.00", "2.00", "0.25", "0.76", "0.50", "1.00", "14.26"]
 
 
 @pytest.mark.parametrize("cell", ["29", "2", "9.5", "21", "14.3 s"])
