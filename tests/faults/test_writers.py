@@ -50,7 +50,7 @@ def test_what_a_dead_drivers_writer_accepted_is_inherited(runs: Runs, tmp_path: 
         await writers.drain(lambda: True, 120)
         assert [(outcome.version, outcome.problem) for outcome in taken] == [(meta.version, None)]
         assert lives(old_name)
-        writers.end_inherited()
+        writers.end_left_behind()
         await asyncio.to_thread(wait_until, "the old writer's end", lambda: not lives(old_name))
         assert lives(new_name)
 
@@ -59,6 +59,12 @@ def test_what_a_dead_drivers_writer_accepted_is_inherited(runs: Runs, tmp_path: 
         await asyncio.to_thread(wait_until, "another old writer", lambda: lives(old_name))
         stale.kill()
         await asyncio.to_thread(wait_until, "the old writer's end", lambda: not lives(old_name))
+        assert lives(new_name)
+        writers.follow([])  # the group has moved to other nodes
+        await writers.drain(lambda: True, 120)
+        assert lives(new_name)
+        writers.follow([node])  # and back
+        writers.end_left_behind()
         assert lives(new_name)
         writers.kill()
         await asyncio.to_thread(wait_until, "the new writer's end", lambda: not lives(new_name))
