@@ -20,7 +20,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
-START_S = 170.0
+START_S = 400.0
 
 
 def checkout(folder: Path) -> Path:
