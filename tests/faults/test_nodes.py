@@ -34,7 +34,14 @@ SETTINGS = {
 }
 
 
-NOTICE = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot --deadline-remaining-seconds 3600".split()
+NOTICE = [
+    "--reason",
+    "DRAIN_NODE_REASON_PREEMPTION",
+    "--reason-message",
+    "spot",
+    "--deadline-remaining-seconds",
+    "3600",
+]
 
 
 def newest(store: ObjectStore) -> Record:
