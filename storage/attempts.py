@@ -104,7 +104,7 @@ class Attempts:
         self._starts = 0
         self.number += 1  # before anything is awaited: from here on, nothing of the attempt before is booked
         self._uploads.begin_attempt(self.number, self._epoch)
-        self._writers.end_inherited()
+        self._writers.end_left_behind()
         await self._planner.check_progress(self.cause)
         recovery = self._planner.recovery(self.number, self.cause) if self.number > 1 else None
         self.cause = "the worker group was restarted"

@@ -34,7 +34,7 @@ class _Held:
 
 
 class WriterGroup:
-    """The ShardWriters of the nodes that have workers; and, for a time, those that a driver before left behind."""
+    """The ShardWriters of the nodes that have workers, and for a time those that others before left behind."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WriterGroup:
         self._setup, self._take_outcome, self._give_up = setup, take_outcome, give_up
         self._nodes: dict[str, str] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._inherited: set[str] = set()
+        self._left_behind: set[str] = set()
         self._held: dict[str, _Held] = {}
         self._draining = 0
         self.moment = 0
@@ -58,12 +58,19 @@ class WriterGroup:
         return dict(self._nodes)
 
     def follow(self, nodes: Iterable[str]) -> None:
-        """Follow the writers of `nodes`, starting those that do not live, and no others."""
+        """The writers of `nodes`, started where they do not live, are what ranks hand over to from now on.
+
+        Those of other nodes are left behind: they start nothing new, but what they have accepted may yet count.
+        """
         self._nodes = {node: writer_name(self._setup.run_id, self._setup.driver, node) for node in nodes}
-        wanted = set(self._nodes.values()) | self._inherited
+        wanted = set(self._nodes.values()) | self._left_behind
         for name in set(self._followers) - wanted:
             self._forsake(name)
+            self._leave_behind(name)
         for node, name in self._nodes.items():
+            if name in self._left_behind:  # its node has workers again
+                self._left_behind.discard(name)
+                self._forsake(name)
             if name not in self._followers:
                 self._spawn(name, self._follow(name, node))
 
@@ -72,15 +79,18 @@ class WriterGroup:
         setup = self._setup
         for name in await asyncio.to_thread(writers_of_others, setup.run_id, setup.driver):
             if name not in self._followers:
-                self._inherited.add(name)
-                self._spawn(name, self._follow_inherited(name))
+                self._leave_behind(name)
 
-    def end_inherited(self) -> None:
+    def _leave_behind(self, name: str) -> None:
+        self._left_behind.add(name)
+        self._spawn(name, self._follow_left_behind(name))
+
+    def end_left_behind(self) -> None:
         """What they hold counts no more, and they have no other master: end them."""
-        for name in list(self._inherited):
+        for name in list(self._left_behind):
             self._forsake(name)
             _end(name)
-        self._inherited.clear()
+        self._left_behind.clear()
 
     def pending(self) -> set[ShardKey]:
         """Shards that the writers hold and have not stored yet, as far as they were heard of."""
@@ -154,11 +164,11 @@ class WriterGroup:
             self._held.pop(name, None)
             await asyncio.sleep(RESTART_WAIT_S)
 
-    async def _follow_inherited(self, name: str) -> None:
+    async def _follow_left_behind(self, name: str) -> None:
         # A restarted one has lost what it held, and one of other code cannot be understood.
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             await self._listen(name, await asyncio.to_thread(find_writer, name))
-        self._inherited.discard(name)
+        self._left_behind.discard(name)
         self._followers.pop(name, None)
         self._held.pop(name, None)
 

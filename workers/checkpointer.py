@@ -240,10 +240,8 @@ class Checkpointer:
             self._tokens = 0
             self._ticks += 1
             self._tokens_of_all += int(tokens)
-            self._untold.loss, self._untold.step_seconds = (
-                loss_sum / label_tokens if label_tokens else None,
-                stats.seconds,
-            )
+            self._untold.loss = loss_sum / label_tokens if label_tokens else None
+            self._untold.step_seconds = stats.seconds
         for_failed, for_open = vector[3 * count : -3].view(2, count).tolist()
         names = [layer.name for layer in self._trained]
         self._untold.failed_hand_overs |= {name for name, number in zip(names, for_failed, strict=True) if number}

@@ -25,6 +25,8 @@ from tests.helpers.s3_server import S3Server, moto_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # start-ups of Ray take most of it
 
+ALONE = {"workers": 1}
+
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[S3Server]:
@@ -47,10 +49,10 @@ def test_a_driver_and_its_actor_that_wake_up_after_a_takeover(
         server: S3Server = request.getfixturevalue("moto")
         s3 = {"endpoint": server.endpoint, "access_key": "test", "secret_key": "testsecret", "region": "us-east-1"}
         storage = {"url": f"s3://{server.new_bucket()}/runs", "s3": s3}
-    endless = {"steps": 30}
-    spec = runs.spec(name, storage=storage, training=endless)
+    sections = {"storage": storage, "training": {"steps": 30}, "scaling": ALONE}
+    spec = runs.spec(name, **sections)
     store = open_object_store(spec.storage, name)
-    with driver_process(runs.spec_file(name, storage=storage, training=endless), address=session_address()) as first:
+    with driver_process(runs.spec_file(name, **sections), address=session_address()) as first:
         wait_for_step(store, 3, first)
         stopped = [psutil.Process(first.process.pid), actor_process("CheckpointActor")]
         for process in stopped:
@@ -78,6 +80,7 @@ def test_a_driver_killed_and_its_job_submitted_again(runs: Runs) -> None:
     name, step = "resubmitted", 6
     sections = {
         "training": {"steps": 16},
+        "scaling": ALONE,
         "fault_injection": [{"who": "actor", "step": step, "point": "before_commit"}],
     }
     store = runs.store(name)

@@ -1,8 +1,12 @@
 """Catalog records of a run with layers of 100 bytes, made up by tests."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from storage import keys
+from storage.actor_setup import ActorSetup
+from storage.options import CheckpointOptions, StorageOptions
 from storage.records import (
     BASE,
     BaseVersion,
@@ -110,3 +114,22 @@ def golden_documents() -> dict[type[Sealed], Sealed]:
     owned = claim().model_copy(update={"epoch": 1, "spec": {"name": "r", "steps": 1, "rates": [2.5, None]}})
     life, fence = EpochLife(epoch=1, beat=77), Fence(fenced_by=2)
     return {Record: told, Manifest: manifest("block.0", 7), EpochClaim: owned, EpochLife: life, Fence: fence}
+
+
+def actor_setup(folder: Path, **changes: Any) -> ActorSetup:
+    """What a driver gives the CheckpointActor of a run stored in `folder`."""
+    setup = ActorSetup(
+        storage=StorageOptions(url=str(folder)),
+        run="run",
+        run_id="run",
+        checkpoint=CheckpointOptions(),
+        in_flight_limit_bytes=1000,
+        spec={},
+        spec_fingerprint="f",
+        data_fingerprint="d",
+        driver="driver",
+        where=HERE,
+        attempts_without_progress=5,
+        store_outage_s=60,
+    )
+    return replace(setup, **changes)

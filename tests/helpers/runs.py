@@ -190,7 +190,7 @@ def wait_until(
         else:
             assert future is None or not future.done(), f"the run was over before {what}: {future.result()}"
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
+        time.sleep(0.2)  # each look at an S3 store costs its server, in this process, as much as a commit
 
 
 def wait_for_step(store: ObjectStore, step: int, future: Future[RunOutcome] | DriverProcess) -> None:

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from storage.actor_setup import ActorSetup
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.local_store import LocalStore
 from storage.messages import AttemptFacts, Order, Report, ShardOutcome
-from storage.options import CheckpointOptions, StorageOptions
 from storage.records import BaseVersion, VersionId
 from storage.uploads import Uploads
 from storage.writer_group import ShardKey
-from tests.helpers.records import HERE, facts, shard
+from tests.helpers.records import actor_setup, facts, shard
 
 ATTEMPT, EPOCH, STEP, WORLD = 2, 3, 5, 2
 VERSION = VersionId(layer="a", step=STEP, epoch=EPOCH, attempt=ATTEMPT)
@@ -44,21 +42,7 @@ class Heard:
 
 class Run:
     def __init__(self, folder: Path) -> None:
-        setup = ActorSetup(
-            storage=StorageOptions(url=str(folder)),
-            run="r",
-            run_id="r",
-            checkpoint=CheckpointOptions(),
-            in_flight_limit_bytes=1000,
-            spec={},
-            spec_fingerprint="f",
-            data_fingerprint="d",
-            driver="d",
-            where=HERE,
-            attempts_without_progress=5,
-            store_outage_s=60,
-        )
-        self.commits = Committer(setup, Catalog(LocalStore(folder)), lambda _: None)
+        self.commits = Committer(actor_setup(folder), Catalog(LocalStore(folder)), lambda _: None)
         group = AttemptFacts(
             node_of_rank=("n",) * WORLD, facts=facts("a", "b"), shard_bytes={}, base=BaseVersion(source="m", digest="d")
         )
