@@ -15,7 +15,7 @@ from storage.options import CheckpointOptions, StorageOptions
 from storage.records import BaseVersion, VersionId
 from storage.uploads import Uploads
 from storage.writer_group import ShardKey
-from tests.helpers.records import HERE, facts, shard
+from tests.helpers.records import HERE, LAYER_BYTES, facts, shard
 
 ATTEMPT, EPOCH, STEP, WORLD = 2, 3, 5, 2
 VERSION = VersionId(layer="a", step=STEP, epoch=EPOCH, attempt=ATTEMPT)
@@ -50,6 +50,7 @@ class Run:
             run_id="r",
             checkpoint=CheckpointOptions(),
             in_flight_limit_bytes=1000,
+            encoded_share=1.0,
             spec={},
             spec_fingerprint="f",
             data_fingerprint="d",
@@ -64,7 +65,8 @@ class Run:
         )
         self.commits.begin_attempt(group)
         self.errors: list[Exception] = []
-        self.uploads = Uploads(self.commits, self.errors.append)
+        self.encoded: dict[str, int] = {}
+        self.uploads = Uploads(self.commits, self.encoded.__setitem__, self.errors.append)
         self.uploads.begin_attempt(ATTEMPT, EPOCH)
         self.writers = Heard()
         self.ledger = self.commits.ledger
@@ -138,6 +140,7 @@ def test_a_stored_shard_is_not_missed(run: Run) -> None:
     run.writers.say(set())
     run.report()
     assert run.ledger.in_flight["a"].stored
+    assert run.encoded == {"a": LAYER_BYTES}
     assert run.kinds == []
 
 
