@@ -22,7 +22,16 @@ from app.export import check_export_folder, export_run
 from app.failure_cause import TellCause, last_line
 from app.interrupts import interruptible
 from app.job_spec import JobSpec
-from app.preflight import Prepared, check_in_flight, check_run, check_spec, check_store, fleeting_paths, prepare
+from app.preflight import (
+    Prepared,
+    check_base,
+    check_in_flight,
+    check_run,
+    check_spec,
+    check_store,
+    fleeting_paths,
+    prepare,
+)
 from app.progress import LiveProgress, ProgressDisplay
 from app.resources import ray_starts_here, shortage, worker_resources
 from app.spec_identity import fingerprint, public_dump, resolve_paths
@@ -30,6 +39,7 @@ from app.status import RunStatus, read_status
 from storage.actor_calls import patiently
 from storage.actor_setup import ActorSetup
 from storage.checkpoint_actor import CheckpointActor
+from storage.encoding import largest_share
 from storage.errors import LayerCheckError, SpecError
 from storage.fault_points import FaultPoints
 from storage.liveness import this_process
@@ -119,7 +129,11 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
 def _train(
     resolved: JobSpec, described: dict[str, Any], prepared: Prepared, store: ObjectStore, console: Console
 ) -> RunOutcome:
-    limit = resolved.checkpoint.in_flight_bytes or _half_the_object_store()
+    sizes = _object_store_sizes()
+    check_base(prepared.base_bytes, min(sizes), len(sizes))
+    # Half of the smallest store: beyond it Ray spills to disk. A node's share of the base version stays there, too.
+    free = min(sizes) - prepared.base_bytes // len(sizes)
+    limit = resolved.checkpoint.in_flight_bytes or free // 2
     check_in_flight(resolved.checkpoint.mode, prepared.full_bytes, limit)
     setup = ActorSetup(
         storage=resolved.storage,
@@ -127,6 +141,7 @@ def _train(
         run_id=digest_of(store.url.encode()),
         checkpoint=resolved.checkpoint,
         in_flight_limit_bytes=limit,
+        encoded_share=largest_share(resolved.checkpoint, resolved.model.dtype),
         spec=described,
         spec_fingerprint=fingerprint(described),
         data_fingerprint=prepared.data.fingerprint,
@@ -177,10 +192,10 @@ def _answer(call: Any) -> Any:
         ) from error
 
 
-def _half_the_object_store() -> int:
-    """Half of the smallest object store among the nodes, in bytes: beyond it Ray spills to disk."""
+def _object_store_sizes() -> list[int]:
+    """Size of each node's object store, in bytes."""
     sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
-    return int(min(size for size in sizes if size) // 2)
+    return [int(size) for size in sizes if size]
 
 
 def _start_actor(setup: ActorSetup) -> Any:

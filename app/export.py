@@ -14,7 +14,7 @@ from storage.shard_reader import read_shard
 from workers.layers import find_layers
 from workers.model import base_digest, build_model, load_tokenizer
 from workers.options import DataOptions, ModelOptions
-from workers.state import BUFFER, PARAM, fill, from_numpy
+from workers.state import BUFFER, PARAM, fill, from_numpy, model_base
 
 
 def export_run(store: ObjectStore, folder: Path) -> int:
@@ -62,8 +62,9 @@ def check_export_folder(field: str, folder: Path) -> None:
 
 
 def _fill(model: nn.Module, catalog: Catalog, record: Record) -> None:
+    base = model_base(model)  # no two shards hold the same elements, so what one of them needs is not filled yet
     stored = [catalog.read_manifest(ref) for ref in record.layers.values() if ref.manifest_key is not None]
     for shard in (shard for manifest in stored for shard in manifest.shards):
-        for tensor in read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors:
+        for tensor in read_shard(catalog.store, shard.key, shard.bytes, shard.digest, base).tensors:
             if tensor.kind in (PARAM, BUFFER):
                 fill(model, None, tensor.name, tensor.kind, tensor.first, from_numpy(tensor.data, tensor.dtype))

@@ -4,15 +4,17 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.job_spec import JobSpec
 from app.resources import check_cluster, check_gpus
 from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
 from storage.decision import smallest_write_budget
+from storage.encoding import encoding_of, largest_share
 from storage.errors import RunLiveError, SpecError
 from storage.liveness import is_alive
 from storage.object_store import ObjectStore
@@ -20,8 +22,9 @@ from storage.options import CheckpointOptions, parse_write_budget
 from storage.probe import probe_store
 from storage.records import Record
 from workers.data import TokenizedData, load_data
-from workers.layers import find_layers
+from workers.layers import Layer, find_layers
 from workers.model import build_meta_model, load_tokenizer
+from workers.slices import trainable
 from workers.state import planned_layer_bytes
 
 WORKING_DIR_COPIES = "/runtime_resources/working_dir_files/"
@@ -37,6 +40,8 @@ class Prepared:
     total_steps: int
     full_bytes: int
     """Size of the full state: parameters, optimizer state and buffers of every trained layer."""
+    base_bytes: int
+    """Size of the base version that stays in the nodes' object stores; 0 if the codec needs none."""
 
 
 def check_spec(spec: JobSpec) -> None:
@@ -45,7 +50,7 @@ def check_spec(spec: JobSpec) -> None:
     Raises:
         SpecError: the budget cannot keep the bound, or this machine cannot run the job.
     """
-    check_budget(spec.checkpoint)
+    check_budget(spec.checkpoint, largest_share(spec.checkpoint, spec.model.dtype))
     check_gpus(spec.scaling)
     check_cluster()
 
@@ -93,7 +98,11 @@ def prepare(spec: JobSpec) -> Prepared:
     tokenizer = load_tokenizer(spec.model, spec.data)
     data = load_data(spec.data, tokenizer, spec.storage.s3)
     return Prepared(
-        data=data, pad_id=_pad_id(tokenizer), total_steps=total_steps(spec, len(data.train)), full_bytes=full_bytes
+        data=data,
+        pad_id=_pad_id(tokenizer),
+        total_steps=total_steps(spec, len(data.train)),
+        full_bytes=full_bytes,
+        base_bytes=_base_bytes(spec, model, layers),
     )
 
 
@@ -120,6 +129,12 @@ def check_store(spec: JobSpec, store: ObjectStore, prepared: Prepared, *, takeov
     probe_store(store, spec.storage.allow_unsafe_create)
 
 
+def _base_bytes(spec: JobSpec, model: PreTrainedModel, layers: Sequence[Layer]) -> int:
+    if not encoding_of(spec.checkpoint).needs_base:
+        return 0
+    return sum(model.get_parameter(name).nbytes for layer in layers for name in trainable(layer, model))
+
+
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id or 0)
 
@@ -133,13 +148,14 @@ def total_steps(spec: JobSpec, examples: int) -> int:
     return max(1, math.ceil(training.passes * examples / training.global_batch))
 
 
-def check_budget(options: CheckpointOptions) -> None:
+def check_budget(options: CheckpointOptions, encoded_share: float) -> None:
     """Refuse a budget that cannot refresh every layer within the staleness bound.
 
+    `encoded_share`: encoded bytes for each byte of the state, at most.
     A rate in bytes/s cannot be checked before a step has been timed; layers then go into debt at their deadline.
     """
     unit, share = parse_write_budget(options.write_budget)
-    smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps)
+    smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps) * encoded_share
     if options.mode == "adaptive" and unit == "share" and share < smallest:
         raise SpecError(
             f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer "
@@ -155,4 +171,17 @@ def check_in_flight(mode: str, full_bytes: int, limit_bytes: int) -> None:
             f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} "
             "(half of Ray's object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger "
             "object store"
+        )
+
+
+def check_base(base_bytes: int, store_bytes: int, nodes: int) -> None:
+    """Refuse codec `delta` where the base version, spread over all nodes, takes more than half their object stores.
+
+    `store_bytes`: size of the smallest one.
+    """
+    if 2 * base_bytes > store_bytes * nodes:
+        raise SpecError(
+            f"checkpoint.codec: delta keeps the weights the run began with ({base_bytes} bytes) in Ray's object store, "
+            f"expected at least twice as much there, got {nodes} node(s) with {store_bytes} bytes; start Ray with a "
+            "larger object store, or choose raw or lossless"
         )

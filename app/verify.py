@@ -8,7 +8,7 @@ from storage.catalog import Catalog
 from storage.errors import CorruptObjectError, ObjectNotFoundError
 from storage.object_store import ObjectStore
 from storage.records import Record, VersionRef
-from storage.shard_reader import read_shard
+from storage.shard_reader import check_shard
 
 
 @dataclass
@@ -55,7 +55,7 @@ def _check(
         result.versions += 1
         try:
             for shard in catalog.read_manifest(ref).shards:
-                read_shard(catalog.store, shard.key, shard.bytes, shard.digest)
+                check_shard(catalog.store, shard.key, shard.bytes, shard.digest)
                 result.objects += 1
                 result.bytes += shard.bytes
         except (CorruptObjectError, ObjectNotFoundError) as error:

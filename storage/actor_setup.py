@@ -17,6 +17,8 @@ class ActorSetup:
     run_id: str
     checkpoint: CheckpointOptions
     in_flight_limit_bytes: int
+    encoded_share: float
+    """Encoded bytes for each byte of the state, before anything has been encoded."""
     spec: dict[str, Any]
     spec_fingerprint: str
     data_fingerprint: str

@@ -42,10 +42,10 @@ class CheckpointActor:
         self._setup, self._options = setup, setup.checkpoint
         self._store = open_object_store(setup.storage, setup.run)
         self._catalog = Catalog(self._store)
-        self._pacer = Pacer(self._options, setup.in_flight_limit_bytes)
+        self._pacer = Pacer(self._options, setup.in_flight_limit_bytes, setup.encoded_share)
         self._commits = Committer(setup, self._catalog, self._pacer.committed)
         planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
-        self._uploads = Uploads(self._commits, self._give_up)
+        self._uploads = Uploads(self._commits, self._pacer.encoded, self._give_up)
         self._writers = WriterGroup(setup, self._uploads.take, self._give_up)
         self._attempts = Attempts(setup, self._store, self._commits, planner, self._uploads, self._writers)
         self._started: asyncio.Task[None] | None = None

@@ -22,6 +22,7 @@ class Candidate:
 
     name: str
     bytes: int
+    """What its next version will take in the store, as far as is known."""
     step: int
     """Step of its newest version, durable or in flight."""
     drift: float
@@ -30,7 +31,7 @@ class Candidate:
     due: bool = False
     """A version of it failed: write it at once."""
     node_bytes: tuple[int, ...] = ()
-    """Bytes that each node would hand over, in the order of `Facts.nodes`."""
+    """Bytes that each node would hand over, not yet encoded, in the order of `Facts.nodes`."""
 
 
 @dataclass(frozen=True, kw_only=True)

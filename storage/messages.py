@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from storage.encoding import Encoding
 from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, ShardRef, VersionId, VersionRef
 from storage.shard_format import ShardMeta
 
@@ -115,6 +116,7 @@ class ShardOrder:
 
     meta: ShardMeta
     ranges: tuple[ElementRange, ...]
+    encoding: Encoding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,33 @@ def _checked_write_budget(value: float | str) -> float | str:
     return value
 
 
+def _checked_block(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError(f"expected a power of two, got {value}")
+    return value
+
+
+Bits = Literal[2, 4, 8]
+
+
+class DeltaOptions(Options):
+    """How coarse codec `delta` is: bits for each element, and how many elements share one scale."""
+
+    weight_bits: Bits = 4
+    """Bits for a weight's difference from the base version; the error is at most the block's largest difference over
+    2 (2 bits), 14 (4) or 254 (8)."""
+
+    exp_avg_bits: Bits = 4
+    """Bits for Adam's first moment; the error as for `weight_bits`, of the moment itself."""
+
+    exp_avg_sq_bits: Bits = 8
+    """Bits for the square root of Adam's second moment; the error is at most the block's largest root over 6 (2 bits),
+    30 (4) or 510 (8)."""
+
+    block_elements: Annotated[int, Field(ge=16, le=65536), AfterValidator(_checked_block)] = 256
+    """Elements that share one scale of 4 bytes: a power of two."""
+
+
 class CheckpointOptions(Options):
     """What is persisted, when, and how stale a restored layer may be."""
 
@@ -110,8 +137,12 @@ class CheckpointOptions(Options):
     reference_fraction: Annotated[float, Field(gt=0, le=1)] = 1 / 64
     """Share of each slice that is kept on the device as the reference for deltas; 1 measures exactly."""
 
-    codec: Literal["raw"] = "raw"
-    """How payloads are encoded."""
+    codec: Literal["raw", "lossless", "delta"] = "raw"
+    """`raw`: as it is. `lossless`: exact, compressed. `delta`: weights as a quantized difference from the weights the
+    run began with (a copy of them stays in the nodes' memory), Adam's moments quantized."""
+
+    delta: DeltaOptions = DeltaOptions()
+    """How coarse codec `delta` is."""
 
     keep_restore_points: Annotated[int, Field(ge=1)] = 3
     """Newest restore points whose objects are kept."""
@@ -121,6 +152,12 @@ class CheckpointOptions(Options):
 
     drain_s: Annotated[float, Field(ge=0)] = 10.0
     """Longest wait, after a failure, for uploads that were already accepted."""
+
+    @model_validator(mode="after")
+    def _is_exact_where_asked(self) -> "CheckpointOptions":
+        if self.mode == "full" and self.codec == "delta":
+            raise ValueError("codec must be raw or lossless in mode full (its recovery is exact), got delta")
+        return self
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> "CheckpointOptions":

@@ -1,5 +1,6 @@
 """Pacer: what the decision remembers from tick to tick (the bucket, upload latency), and the facts it is given."""
 
+import math
 from collections import deque
 
 from storage.decision import Candidate, Facts, Node, decide
@@ -14,8 +15,10 @@ LATENCIES = 20
 class Pacer:
     """Decides at each report; issues what it decides to the ledger."""
 
-    def __init__(self, options: CheckpointOptions, in_flight_limit_bytes: int) -> None:
-        self._options = options
+    def __init__(self, options: CheckpointOptions, in_flight_limit_bytes: int, encoded_share: float) -> None:
+        """`encoded_share`: encoded bytes for each byte of the state, until a version of a layer has been encoded."""
+        self._options, self._encoded_share = options, encoded_share
+        self._encoded: dict[str, int] = {}
         self._limit = in_flight_limit_bytes
         self._tokens = 0.0
         self._latencies = deque([options.interval_steps], maxlen=LATENCIES)
@@ -26,6 +29,10 @@ class Pacer:
     def committed(self, latency_steps: int) -> None:
         """A restore point was committed `latency_steps` after its newest snapshot."""
         self._latencies.append(max(self._options.interval_steps, latency_steps))
+
+    def encoded(self, layer: str, size_bytes: int) -> None:
+        """A version of `layer` took this much in the store: the best guess for the next one."""
+        self._encoded[layer] = size_bytes
 
     def decide(self, report: Report, ledger: Ledger, group: WorkerGroup) -> tuple[int, tuple[str, ...]]:
         """Number of the decision and the layers chosen; they are in flight from now on."""
@@ -43,7 +50,7 @@ class Pacer:
         layers = tuple(
             Candidate(
                 name=fact.name,
-                bytes=fact.bytes,
+                bytes=self._encoded.get(fact.name, math.ceil(fact.bytes * self._encoded_share)),
                 step=ledger.newest_step_of(fact.name, at=step),
                 drift=report.drifts[fact.name],
                 impact=report.impacts[fact.name] if report.impacts is not None else None,
@@ -68,7 +75,7 @@ class Pacer:
             latency_steps=min(max(self._latencies), options.staleness_bound_steps // 4),
             newest_step=max(layer.step for layer in layers),
             tokens=self._tokens,
-            refill_bytes=0.0 if standing else self._refill(sum(layer.bytes for layer in layers), report),
+            refill_bytes=0.0 if standing else self._refill(sum(fact.bytes for fact in ledger.trained), report),
             criterion=options.criterion,
             threshold=None if self.hurry else options.threshold,
         )

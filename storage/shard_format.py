@@ -1,9 +1,9 @@
 """Shard format v1: one rank's slice of one layer at one step, as an Arrow IPC file.
 
 Every row is one *chunk*: a run of consecutive elements of one tensor. A record batch carries at most `BATCH_BYTES` of
-payload. The schema metadata holds who wrote the shard (`ShardMeta`) and where every chunk is (`ChunkIndex`), so that
-a range is read without a scan. A row's checksum covers all its fields and the metadata; the shard's digest covers
-the metadata and all row checksums in order.
+elements; `storage.codecs` tells how they become a payload. The schema metadata holds who wrote the shard (`ShardMeta`)
+and where every chunk is (`ChunkIndex`), so that a range is read without a scan. A row's checksum covers all its fields
+and the metadata; the shard's digest covers the metadata and all row checksums in order.
 """
 
 import json
@@ -20,9 +20,12 @@ from pydantic import Field, model_validator
 from storage.records import NonNegative, Stored, VersionId
 
 BATCH_BYTES = 8 << 20
-"""Largest payload of one record batch."""
+"""Largest size of the elements in one record batch, and so of its payload."""
 
 CODEC_RAW = "raw"
+
+MAX_EXPANSION = 64
+"""Largest ratio of a chunk's elements to its payload: bounds what a file of a given size can make a reader allocate."""
 
 META_KEY = b"layercheck.meta"
 INDEX_KEY = b"layercheck.chunks"

@@ -10,13 +10,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from storage.arrow_file import read_record_batch, record_batch_blocks
-from storage.errors import CorruptObjectError
+from storage.codecs import Base, Codec, codec_named, decode
+from storage.errors import CorruptObjectError, LayerCheckError
 from storage.object_store import ObjectStore
 from storage.shard_format import (
     BATCH_BYTES,
     CODEC_RAW,
     DTYPES,
     INDEX_KEY,
+    MAX_EXPANSION,
     META_KEY,
     SCHEMA,
     Checksums,
@@ -52,19 +54,46 @@ class _Row(NamedTuple):
     payload: pa.Buffer
 
 
-def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
+_Rows = dict[tuple[int, int], _Row]
+
+
+def read_shard(store: ObjectStore, key: str, bytes: int, digest: str, base: Base | None = None) -> Shard:
     """Read and verify a whole shard.
 
-    `bytes` and `digest` are what its manifest says of the object `key`.
+    `bytes` and `digest` are what its manifest says of the object `key`. `base` is needed for a shard of codec `delta`.
 
     Returns:
         The shard; arrays are read-only, and those of one chunk are views of the bytes read.
 
     Raises:
         ObjectNotFoundError: there is no such object.
-        CorruptObjectError: it is not the shard that the manifest means.
+        CorruptObjectError: it is not the shard that the manifest means, or was encoded against another base version.
+        LayerCheckError: it needs a base, and there is none.
         StoreError: the store failed.
     """
+    with _whole(store, key, bytes, digest) as (shard, rows):
+        tensors = tuple(
+            _join(key, tensor, [rows[chunk.batch, chunk.row] for chunk in tensor.chunks], tensor.chunks, base)
+            for tensor in shard.index.tensors
+        )
+    return Shard(shard.meta, tensors)
+
+
+def check_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> None:
+    """Read and verify a whole shard without decoding it, so without the base version that this may take.
+
+    Raises:
+        ObjectNotFoundError, CorruptObjectError, StoreError: as `read_shard`.
+    """
+    with _whole(store, key, bytes, digest) as (shard, rows):
+        for tensor in shard.index.tensors:
+            for chunk in tensor.chunks:
+                _check_row(key, tensor, rows[chunk.batch, chunk.row], chunk)
+
+
+@contextmanager
+def _whole(store: ObjectStore, key: str, bytes: int, digest: str) -> Iterator[tuple["_OpenShard", _Rows]]:
+    """All rows of a shard, verified, by (batch, row)."""
     with store.open_reader(key) as source:
         _check_size(source, key, bytes)
         with translated("read", key):
@@ -79,25 +108,23 @@ def read_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> Shard:
         places = [place for tensor in shard.index.tensors for place in tensor.chunks]
         if sorted((chunk.batch, chunk.row) for chunk in places) != shard.seen:
             raise CorruptObjectError(f"{key}: rows stored are not those of the chunk index")
-        by_place = dict(zip(shard.seen, rows, strict=True))
-        tensors = tuple(
-            _join(key, tensor, [by_place[chunk.batch, chunk.row] for chunk in tensor.chunks], tensor.chunks)
-            for tensor in shard.index.tensors
-        )
-    return Shard(shard.meta, tensors)
+        yield shard, dict(zip(shard.seen, rows, strict=True))
 
 
-def read_range(store: ObjectStore, key: str, bytes: int, name: str, kind: str, first: int, count: int) -> Shard:
+def read_range(
+    store: ObjectStore, key: str, bytes: int, name: str, kind: str, first: int, count: int, base: Base | None = None
+) -> Shard:
     """Read and verify elements `[first, first + count)` of one tensor, fetching only the batches that hold them.
 
     The digest cannot be checked without reading everything; the rows' checksums, which cover the shard's metadata,
-    are, and the caller compares `meta` with what it expects.
+    are, and the caller compares `meta` with what it expects. Whole chunks are decoded: `base` must know all elements of
+    those that overlap the range.
 
     Returns:
         A shard with this part of this one tensor.
 
     Raises:
-        ObjectNotFoundError, StoreError: as `read_shard`.
+        ObjectNotFoundError, LayerCheckError, StoreError: as `read_shard`.
         CorruptObjectError: as `read_shard`, or the shard holds no such elements.
     """
     with store.open_reader(key) as source:
@@ -117,7 +144,7 @@ def read_range(store: ObjectStore, key: str, bytes: int, name: str, kind: str, f
         with _parsing(key):
             read = {batch: list(shard.rows(batch)) for batch in sorted({chunk.batch for chunk in chunks})}
             rows = [read[chunk.batch][chunk.row] for chunk in chunks]
-            part = _join(key, tensor, rows, tuple(chunks))
+            part = _join(key, tensor, rows, tuple(chunks), base)
     start = max(first - part.first, 0) if count else 0
     return Shard(shard.meta, (ShardTensor(name, kind, tensor.dtype, first, count, part.data[start : start + count]),))
 
@@ -135,7 +162,7 @@ class _OpenShard:
             raise CorruptObjectError(f"{key}: metadata is not that of shard format 1")
         self.meta = ShardMeta.from_bytes(key, metadata[META_KEY])
         self.index = ChunkIndex.from_bytes(key, metadata[INDEX_KEY])
-        if (total := sum(tensor.bytes for tensor in self.index.tensors)) > size:
+        if (total := sum(tensor.bytes for tensor in self.index.tensors)) > size * MAX_EXPANSION:
             raise CorruptObjectError(f"{key}: the chunk index promises {total} bytes of elements in a file of {size}")
         self._blocks = record_batch_blocks(key, source, size)
         self.checksums = Checksums(metadata[META_KEY], metadata[INDEX_KEY])
@@ -162,18 +189,36 @@ class _OpenShard:
             yield row
 
 
-def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, ...]) -> ShardTensor:
+def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, ...], base: Base | None) -> ShardTensor:
     """Put the elements of consecutive chunks together."""
-    dtype = DTYPES[tensor.dtype]
-    for row, chunk in zip(rows, chunks, strict=True):
-        expected = (tensor.name, tensor.kind, tensor.dtype, chunk.first, chunk.count, CODEC_RAW)
-        if row.fields != expected or row.payload.size != chunk.count * dtype.itemsize:
-            got = f"{str(row.fields)[:200]} with {row.payload.size} bytes"
-            raise CorruptObjectError(f"{key}: expected row {str(expected)[:200]}, got {got}")
-    parts = [np.frombuffer(row.payload, dtype) for row in rows]
+    parts = [_decoded(key, tensor, row, chunk, base) for row, chunk in zip(rows, chunks, strict=True)]
     data: npt.NDArray[np.generic] = parts[0] if len(parts) == 1 and parts[0].flags.aligned else np.concatenate(parts)
     data.flags.writeable = False
     return ShardTensor(tensor.name, tensor.kind, tensor.dtype, chunks[0].first, data.size, data)
+
+
+def _decoded(key: str, tensor: TensorIndex, row: _Row, chunk: Chunk, base: Base | None) -> npt.NDArray[np.generic]:
+    codec = _check_row(key, tensor, row, chunk)
+    values = None
+    if codec is not None and codec.needs_base:
+        if base is None:
+            raise LayerCheckError(
+                f"{key}: expected the base version to decode {codec.name}, got none; please report this"
+            )
+        values = base(tensor.name, chunk.first, chunk.count)
+    return decode(memoryview(row.payload), row.fields[-1], tensor.dtype, chunk.count, values)
+
+
+def _check_row(key: str, tensor: TensorIndex, row: _Row, chunk: Chunk) -> Codec | None:
+    """Raise unless the row is what the index says; returns its codec, None if it is `raw`."""
+    *fields, name = row.fields
+    expected = [tensor.name, tensor.kind, tensor.dtype, chunk.first, chunk.count]
+    size = chunk.count * DTYPES[tensor.dtype].itemsize
+    fits = row.payload.size == size if name == CODEC_RAW else size <= BATCH_BYTES
+    if fields != expected or not fits:
+        got = f"{str(row.fields)[:200]} with {row.payload.size} bytes"
+        raise CorruptObjectError(f"{key}: expected row {str(expected)[:200]}, got {got}")
+    return None if name == CODEC_RAW else codec_named(name)
 
 
 def _check_size(source: pa.NativeFile, key: str, expected: int) -> None:

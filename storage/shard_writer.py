@@ -1,4 +1,4 @@
-"""Writes shards, see `storage.shard_format`: streaming, without a second copy of what is large."""
+"""Writes shards, see `storage.shard_format`: streaming, encoded a record batch at a time, raw rows without a copy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from storage.codecs import Base, codec_named
+from storage.encoding import RAW, Encoding
 from storage.object_store import ObjectStore
 from storage.shard_format import (
     BATCH_BYTES,
@@ -50,15 +52,18 @@ def write_shard(
     key: str,
     meta: ShardMeta,
     tensors: Sequence[ShardTensor],
+    encoding: Encoding = RAW,
+    base: Base | None = None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> ShardSummary:
     """Store `tensors` as a shard under `key`; durable on return, invisible after an exception.
 
-    `after_batch` is called when a record batch has been written.
+    A chunk is stored raw where its codec has no place for it or does not make it smaller. `after_batch` is called when
+    a record batch has been written.
 
     Raises:
         StoreError: the store failed.
-        ValueError: two tensors have the same name and kind.
+        ValueError: two tensors have the same name and kind, or `encoding` needs a base and there is none.
     """
     batches = _plan(tensors)
     index = _index(tensors, batches)
@@ -70,9 +75,10 @@ def write_shard(
         writer = pa.ipc.new_file(stream, schema)
         unflushed = 0
         for batch in batches:
-            writer.write_batch(_encode(batch, schema, checksums))
+            encoded = [_encoded(piece, encoding, base) for piece in batch]
+            writer.write_batch(_record_batch(batch, encoded, schema, checksums))
             after_batch()
-            unflushed += sum(piece.bytes for piece in batch)
+            unflushed += sum(len(payload) for _, payload in encoded)
             if unflushed >= _FLUSH_BYTES:
                 stream.flush()
                 unflushed = 0
@@ -128,22 +134,41 @@ def _index(tensors: Sequence[ShardTensor], batches: list[list[_Piece]]) -> Chunk
     )
 
 
-def _encode(batch: list[_Piece], schema: pa.Schema, checksums: Checksums) -> pa.RecordBatch:
+def _encoded(piece: _Piece, encoding: Encoding, base: Base | None) -> tuple[str, memoryview]:
+    """Codec and payload of a row."""
+    tensor, first = piece.tensor, piece.tensor.first + piece.start
+    name = encoding.codec_of(tensor.kind)
+    if name == CODEC_RAW:
+        return name, piece.payload
+    codec, values = codec_named(name), tensor.data[piece.start : piece.start + piece.length]
+    if codec.needs_base and base is None:
+        raise ValueError(f"{tensor.name}: {name} needs the base version, got none")
+    payload = codec.encode(
+        values, tensor.dtype, base(tensor.name, first, piece.length) if base and codec.needs_base else None
+    )
+    if payload is None or len(payload) >= piece.bytes:
+        return CODEC_RAW, piece.payload
+    return name, memoryview(payload)
+
+
+def _record_batch(
+    batch: list[_Piece], encoded: list[tuple[str, memoryview]], schema: pa.Schema, checksums: Checksums
+) -> pa.RecordBatch:
     rows: list[tuple[str, str, str, int, int, str]] = []
     sums: list[int] = []
-    for piece in batch:
+    for piece, (codec, payload) in zip(batch, encoded, strict=True):
         tensor = piece.tensor
-        row = (tensor.name, tensor.kind, tensor.dtype, tensor.first + piece.start, piece.length, CODEC_RAW)
+        row = (tensor.name, tensor.kind, tensor.dtype, tensor.first + piece.start, piece.length, codec)
         rows.append(row)
-        sums.append(checksums.of_row(*row, piece.payload))
+        sums.append(checksums.of_row(*row, payload))
         checksums.add(sums[-1])
     columns = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), SCHEMA, strict=False)]
-    return pa.RecordBatch.from_arrays([*columns, _payloads(batch), pa.array(sums, pa.uint64())], schema=schema)
+    payloads = _column([payload for _, payload in encoded])
+    return pa.RecordBatch.from_arrays([*columns, payloads, pa.array(sums, pa.uint64())], schema=schema)
 
 
-def _payloads(batch: list[_Piece]) -> pa.Array:
+def _column(payloads: list[memoryview]) -> pa.Array:
     """The payload column: zero-copy for a single row, else one joined copy of at most `BATCH_BYTES`."""
-    payloads = [piece.payload for piece in batch]
     joined = payloads[0] if len(payloads) == 1 else b"".join(payloads)
     offsets = np.cumsum([0, *(len(payload) for payload in payloads)], dtype=np.int32)
-    return pa.Array.from_buffers(pa.binary(), len(batch), [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
+    return pa.Array.from_buffers(pa.binary(), len(payloads), [None, pa.py_buffer(offsets), pa.py_buffer(joined)])

@@ -16,8 +16,11 @@ class Uploads:
     that, neither holds it nor has an outcome of it.
     """
 
-    def __init__(self, commits: Committer, give_up: Callable[[Exception], None]) -> None:
-        self._commits, self._give_up = commits, give_up
+    def __init__(
+        self, commits: Committer, encoded: Callable[[str, int], None], give_up: Callable[[Exception], None]
+    ) -> None:
+        """`encoded` hears of each version that is stored: layer and bytes."""
+        self._commits, self._encoded, self._give_up = commits, encoded, give_up
         self._booked: set[ShardKey] = set()
         self._attempt = self._first_epoch = 0
 
@@ -44,6 +47,7 @@ class Uploads:
             self._commits.journal.wrote(outcome.shard.bytes)
             manifest = self._commits.ledger.shard_durable(version, outcome.world_size, outcome.shard)
             if manifest is not None:
+                self._encoded(version.layer, manifest.bytes)
                 self._commits.stored(manifest)
         if self._commits.ledger.committed.layers[version.layer].step < version.step:
             return None  # the writer keeps it for an actor that is restarted before the commit

@@ -16,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage import keys
+from storage.codecs import base_of
 from storage.errors import LayerCheckError
 from storage.fault_points import FaultOptions, FaultPoints
 from storage.finite import count_nonfinite
@@ -56,10 +57,13 @@ class ShardWriter:
         """
         await asyncio.to_thread(check_token, self._store, token)
 
-    async def accept(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
-        """Take a shard over and return at once. The tensors are views of Ray's object store, not copies."""
+    async def accept(self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor]) -> None:
+        """Take a shard over and return at once. The tensors are views of Ray's object store, not copies.
+
+        `base`: the base version of the same elements of the parameters; nothing if `order.encoding` needs none.
+        """
         self._pending.add((order.meta.version, order.meta.rank))
-        task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors))
+        task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors, base))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -91,36 +95,48 @@ class ShardWriter:
             await asyncio.sleep(max(1.0, ABANDONED_S - quiet_s))
         ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _store_shard(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> None:
+    async def _store_shard(
+        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor]
+    ) -> None:
         key = (order.meta.version, order.meta.rank)
         loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors)
+        outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors, base)
         self._outcomes[key] = outcome
         self._pending.discard(key)
         self._news += 1
         self._changed.set()
 
-    def _store_blocking(self, order: ShardOrder, tensors: Sequence[ShardTensor]) -> ShardOutcome:
+    def _store_blocking(
+        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor]
+    ) -> ShardOutcome:
         version, rank, world_size = order.meta.version, order.meta.rank, order.meta.world_size
         strike = partial(self._faults.strike, step=version.step, attempt=version.attempt, rank=rank)
-        base = ShardOutcome(version=version, world_size=world_size, rank=rank)
+        outcome = ShardOutcome(version=version, world_size=world_size, rank=rank)
         try:
             for tensor in tensors:
                 bad = count_nonfinite(tensor)
                 if bad:
                     what = f"{bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
                     problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
-                    return replace(base, problem=problem, poisoned=True)
+                    return replace(outcome, problem=problem, poisoned=True)
             key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
             strike("before_upload")
-            summary = write_shard(self._store, key, order.meta, tensors, partial(strike, "during_upload"))
+            summary = write_shard(
+                self._store,
+                key,
+                order.meta,
+                tensors,
+                order.encoding,
+                base_of(base),
+                after_batch=partial(strike, "during_upload"),
+            )
             strike("after_upload")
         except LayerCheckError as error:
-            return replace(base, problem=str(error))
+            return replace(outcome, problem=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the actor must hear of it rather than wait
-            return replace(base, problem=f"{version.layer} at step {version.step}: {type(error).__name__}: {error}")
+            return replace(outcome, problem=f"{version.layer} at step {version.step}: {type(error).__name__}: {error}")
         shard = ShardRef(key=key, rank=rank, bytes=summary.bytes, digest=summary.digest, ranges=order.ranges)
-        return replace(base, shard=shard)
+        return replace(outcome, shard=shard)
 
 
 def writer_name(run_id: str, driver: str, node_id: str) -> str:

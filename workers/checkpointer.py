@@ -16,19 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from storage.encoding import encoding_of
 from storage.errors import LayerCheckError
 from storage.messages import AttemptFacts, Order, Reply, Report, RestorePlan, Verdict
 from storage.object_store import ObjectStore
 from storage.options import CheckpointOptions
 from storage.records import BaseVersion, LayerFacts
+from storage.shard_format import ShardTensor
 from workers.delta import DeltaMeter, drifts_and_impacts
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
 from workers.layers import Layer
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
-from workers.snapshot import Snapshotter
-from workers.state import layer_bytes, slice_tensors
+from workers.snapshot import Snapshotter, on_host
+from workers.state import PARAM, layer_bytes, slice_tensors
 from workers.stopwatch import Stopwatch
 from workers.together import STANDING_WAIT_S, ask_together
 
@@ -99,6 +101,8 @@ class Checkpointer:
         self._seed = seed
         self._stopwatch = stopwatch
         self._snapshotter = Snapshotter(device)
+        self._encoding = encoding_of(options)
+        self._base_slices = self._put_base() if self._encoding.needs_base else {}
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
         self._restore_point = 0
@@ -109,6 +113,16 @@ class Checkpointer:
         self._tokens = self._ticks = self._tokens_of_all = 0
         self._untold = self._told = _Untold()
         self._tick_seconds: float | None = None
+
+    def _put_base(self) -> dict[str, ray.ObjectRef[list[ShardTensor]]]:
+        """Keep what this rank owns of the base version in Ray's object store, for as long as this process lives.
+
+        The model still holds it: it has been built and nothing has been restored.
+        """
+        return {
+            name: ray.put([on_host(part) for part in views if part.kind == PARAM])
+            for name, views in self._views.items()
+        }
 
     # --- restore
 
@@ -127,7 +141,7 @@ class Checkpointer:
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
         writer = answer.writers[ray.get_runtime_context().get_node_id()]
-        self._hand_overs = HandOvers(writer, self._run, self._slices, self._faults)
+        self._hand_overs = HandOvers(writer, self._run, self._slices, self._encoding, self._base_slices, self._faults)
         self._faults.begin(answer.attempt)
         self._faults.at_step(answer.step)
         self._faults.strike("restore")

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from storage.encoding import Encoding
 from storage.messages import Order, ShardOrder
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import NAMESPACE
@@ -17,8 +18,18 @@ from workers.slices import Slice
 class HandOvers:
     """Gives one rank's shards to the ShardWriter, and finds out which of them it did not get."""
 
-    def __init__(self, writer_name: str, run: str, slices: Mapping[str, Slice], faults: FaultInjector) -> None:
+    def __init__(
+        self,
+        writer_name: str,
+        run: str,
+        slices: Mapping[str, Slice],
+        encoding: Encoding,
+        base: Mapping[str, ray.ObjectRef[list[ShardTensor]]],
+        faults: FaultInjector,
+    ) -> None:
+        """`base` holds, if `encoding` needs it, what this rank owns of each layer's base version."""
         self._writer_name, self._run, self._slices, self._faults = writer_name, run, slices, faults
+        self._encoding, self._base = encoding, base
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._writer: Any = None
         self._under_way: deque[tuple[str, ray.ObjectRef[None] | None]] = deque()
@@ -48,12 +59,12 @@ class HandOvers:
             rank=self._rank,
             world_size=self._world_size,
         )
-        shard = ShardOrder(meta=meta, ranges=self._slices[layer].ranges)
+        shard = ShardOrder(meta=meta, ranges=self._slices[layer].ranges, encoding=self._encoding)
         put = ray.put(tensors)
         self._faults.strike("hand_over")
         try:
             self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
-            self._under_way.append((layer, self._writer.accept.remote(shard, put)))
+            self._under_way.append((layer, self._writer.accept.remote(shard, put, self._base.get(layer, ()))))
         except ValueError:  # the writer is not there at this moment
             self._under_way.append((layer, None))
 

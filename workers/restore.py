@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from storage.codecs import Base
 from storage.errors import CorruptObjectError, ObjectNotFoundError, StoreError
 from storage.messages import RestorePlan
 from storage.object_store import ObjectStore
@@ -19,7 +20,7 @@ from storage.shard_format import ShardTensor
 from storage.shard_reader import read_shard
 from workers.layers import Layer
 from workers.slices import cut
-from workers.state import fill, slice_tensors
+from workers.state import fill, model_base, slice_tensors
 from workers.together import do_together
 
 PARALLEL_READS = 4
@@ -66,7 +67,7 @@ def readers(plan: RestorePlan, world_size: int) -> dict[str, int]:
     return assigned
 
 
-def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int, share: Share) -> Share:
+def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int, share: Share, base: Base) -> Share:
     """Read and verify this rank's objects; what `share` holds already is kept if the plan still needs it."""
     assigned = readers(plan, world_size)
     wanted = [(layer, shard) for layer, shard in shards_of(plan) if assigned[shard.key] == rank]
@@ -76,7 +77,7 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
         layer, shard = item
         try:
             kept = share.tensors.get(shard.key)
-            result.tensors[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard)
+            result.tensors[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard, base)
         except (CorruptObjectError, ObjectNotFoundError) as error:
             result.bad[layer] = str(error)
         except StoreError as error:
@@ -87,8 +88,8 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
     return result
 
 
-def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef) -> list[ShardTensor]:
-    shard = read_shard(store, ref.key, ref.bytes, ref.digest)
+def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef, base: Base) -> list[ShardTensor]:
+    shard = read_shard(store, ref.key, ref.bytes, ref.digest, base)
     version = plan.layers[layer].ref
     said = (shard.meta.layer, shard.meta.step, shard.meta.epoch, shard.meta.attempt, shard.meta.rank)
     expected = (layer, version.step, version.epoch, version.attempt, ref.rank)
@@ -190,6 +191,7 @@ def restore(
 ) -> RestorePlan:
     """Bring model and optimizer to the composite of `plan`, or of a plan that replaces it when objects are unreadable.
 
+    The model must hold the base version: codec `delta` decodes against it, before anything is filled.
     `group` is a CPU group for the ranks' small messages. `ask` tells the CheckpointActor, from all ranks, which layers
     are unreadable, or that the store fails; it returns another plan, or the same one to go on reading, or None to go on
     with this one.
@@ -198,9 +200,9 @@ def restore(
         The plan that was restored.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = Share()
+    share, base = Share(), model_base(model)
     while True:
-        share = do_together(partial(read_share, store, plan, rank, world_size, share), group)
+        share = do_together(partial(read_share, store, plan, rank, world_size, share, base), group)
         told: list[tuple[dict[str, list[Entry]], dict[str, str], str | None] | None] = [None] * world_size
         dist.all_gather_object(told, (index_of(share), share.bad, share.outage), group=group)
         heard = [message for message in told if message is not None]

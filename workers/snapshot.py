@@ -90,6 +90,11 @@ class _PinnedCopier:
         self._free.append(buffer)
 
 
+def on_host(part: StateTensor) -> ShardTensor:
+    """`part` as it is now; on a CPU a view of it, not a copy."""
+    return _shard_tensor(part, part.tensor.cpu())
+
+
 def _shard_tensor(part: StateTensor, values: Tensor) -> ShardTensor:
     return ShardTensor(
         name=part.name,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from storage.codecs import Base
 from storage.errors import CorruptObjectError, LayerCheckError
 from workers.layers import Layer
 from workers.slices import Slice, cut, trainable
@@ -54,6 +55,18 @@ def slice_tensors(slice: Slice, layer: Layer, model: nn.Module, optimizer: torch
             found += [StateTensor(name, kind, 0, _flat(name, kind, t)) for kind, t in state if kind not in whole]
         found += [StateTensor(name, BUFFER, 0, _flat(name, BUFFER, model.get_buffer(name))) for name in layer.buffers]
     return found
+
+
+def model_base(model: nn.Module) -> Base:
+    """The base version, read from a model that has just been built: element by element, wherever nothing was filled."""
+    parameters = dict(model.named_parameters())
+
+    def elements(name: str, first: int, count: int) -> np.ndarray[Any, Any]:
+        if name not in parameters:
+            raise ValueError(f"the model has no parameter {name!r:.80}")
+        return to_numpy(_flat(name, PARAM, parameters[name].detach())[first : first + count].cpu())
+
+    return elements
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import ray
 
 from app.verify import verify_run
 from storage import keys
+from storage.encoding import RAW
 from storage.errors import ObjectNotFoundError
 from storage.messages import ShardOrder, WriterReport
 from storage.shard_format import ShardMeta, ShardTensor
@@ -46,9 +47,9 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     values[317] = np.nan
     version = {"layer": "block-00", "step": 3, "epoch": 1, "attempt": 1}
     meta = ShardMeta(run=spec.name, optimizer_step=3, rank=0, world_size=1, **version)
-    order = ShardOrder(meta=meta, ranges=())
+    order = ShardOrder(meta=meta, ranges=(), encoding=RAW)
     try:
-        ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)]))
+        ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)], ()))
         report: WriterReport = ray.get(writer.poll.remote(0, [], 60.0))
         (outcome,) = report.outcomes
         assert (outcome.poisoned, outcome.shard) == (True, None)

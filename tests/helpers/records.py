@@ -124,6 +124,7 @@ def actor_setup(folder: Path, **changes: Any) -> ActorSetup:
         run_id="run",
         checkpoint=CheckpointOptions(),
         in_flight_limit_bytes=1000,
+        encoded_share=1.0,
         spec={},
         spec_fingerprint="f",
         data_fingerprint="d",

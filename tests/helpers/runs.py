@@ -25,6 +25,7 @@ from app.gc import collect
 from app.job_spec import JobSpec
 from app.verify import verify_run
 from storage.catalog import Catalog
+from storage.codecs import Base
 from storage.object_store import ObjectStore, open_object_store
 from storage.records import Record, VersionRef
 from storage.shard_reader import read_shard
@@ -224,20 +225,20 @@ def kill(process: psutil.Process) -> None:
     wait_until(f"the end of {process}", lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
-def state_of_version(store: ObjectStore, ref: VersionRef) -> State:
-    """Every tensor of a stored layer version, put together from its shards."""
+def state_of_version(store: ObjectStore, ref: VersionRef, base: Base | None = None) -> State:
+    """Every tensor of a stored layer version, put together from its shards; codec `delta` needs the `base`."""
     parts: dict[tuple[str, str], list[tuple[int, npt.NDArray[np.generic]]]] = {}
     for shard in Catalog(store).read_manifest(ref).shards:
-        for tensor in read_shard(store, shard.key, shard.bytes, shard.digest).tensors:
+        for tensor in read_shard(store, shard.key, shard.bytes, shard.digest, base).tensors:
             parts.setdefault((tensor.name, tensor.kind), []).append((tensor.first, tensor.data))
     return {key: np.concatenate([data for _, data in sorted(runs, key=lambda r: r[0])]) for key, runs in parts.items()}
 
 
-def state_of(store: ObjectStore, record: Record) -> State:
-    """The whole composite of a restore point."""
+def state_of(store: ObjectStore, record: Record, base: Base | None = None) -> State:
+    """The whole composite of a restore point; codec `delta` needs the `base`."""
     state: State = {}
     for ref in record.layers.values():
-        state |= state_of_version(store, ref)
+        state |= state_of_version(store, ref, base)
     return state
 
 

@@ -11,6 +11,7 @@ from tests.helpers.runs import Runs, State, differing, run, run_whole, state_of,
 
 STEPS = 8
 FULL = {"mode": "full", "keep_restore_points": 100, "max_lag": 2}
+LOSSLESS = {**FULL, "codec": "lossless"}
 THREE = {"workers": 3}
 TRAINING = {"steps": STEPS, "eval_every_steps": 1}
 
@@ -41,7 +42,7 @@ def test_killed_twice_and_recovered_equals_the_failure_free_run_bitwise(runs: Ru
         {"rank": 2, "step": 3, "point": "before_tick"},
         {"rank": 0, "step": 6, "point": "snapshot", "attempt": 2},
     ]
-    spec = runs.spec("killed-twice", training=TRAINING, scaling=THREE, checkpoint=FULL, fault_injection=faults)
+    spec = runs.spec("killed-twice", training=TRAINING, scaling=THREE, checkpoint=LOSSLESS, fault_injection=faults)
     status = run_whole(spec).status
     assert len(status.recoveries) == len(faults)
     assert len([i for i in status.incidents if i.kind == "fault injected"]) == len(faults)

@@ -1,4 +1,4 @@
-"""The main job on an S3 server: a worker killed from outside, and what the command line then tells of the run."""
+"""The main job on an S3 server, codec `delta`: a worker killed from outside, and what the command line then tells."""
 
 import json
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ from storage.catalog import Catalog
 from storage.object_store import open_object_store
 from tests.helpers.runs import Runs, kill, run_whole, running, state_of, wait_for_step
 from tests.helpers.s3_server import S3Server, moto_server
+from workers.model import build_model
+from workers.state import model_base
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,7 @@ def test_a_killed_worker_on_s3(
     url = f"s3://{bucket}/runs"
     s3 = {"endpoint": server.endpoint, "region": "us-east-1", "access_key": "test", "secret_key": "testsecret"}
     steps = 30
-    spec = runs.spec("on-s3", storage={"url": url, "s3": s3}, training={"steps": steps})
+    spec = runs.spec("on-s3", storage={"url": url, "s3": s3}, training={"steps": steps}, checkpoint={"codec": "delta"})
     store = open_object_store(spec.storage, "on-s3")
     with running(spec) as job:
         wait_for_step(store, 10, job)
@@ -76,7 +78,7 @@ def test_a_killed_worker_on_s3(
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
     newest = Catalog(store).newest_record()
     assert newest is not None
-    stored = state_of(store, newest)
+    stored = state_of(store, newest, model_base(build_model(spec.model, spec.training.seed)))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach().flatten(), torch.from_numpy(stored[name, "param"])), name
     secrets = [info.key for info in store.list("") if b"testsecret" in store.read(info.key)]

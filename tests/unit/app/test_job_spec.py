@@ -62,6 +62,16 @@ OVERRIDES_AND_PROBLEMS = [
         ["checkpoint.staleness_bound_steps=3"],
         ["checkpoint: staleness_bound_steps must be at least 4 x interval_steps = 4, got 3"],
     ),
+    (
+        ["checkpoint.mode=full", "checkpoint.codec=delta"],
+        ["checkpoint: codec must be raw or lossless in mode full (its recovery is exact), got delta"],
+    ),
+    (
+        ["checkpoint.codec=losless"],
+        ['checkpoint.codec: expected one of raw, lossless, delta, got "losless"; did you mean lossless?'],
+    ),
+    (["checkpoint.delta.weight_bits=3"], ["checkpoint.delta.weight_bits: expected one of 2, 4, 8, got 3"]),
+    (["checkpoint.delta.block_elements=100"], ["checkpoint.delta.block_elements: expected a power of two, got 100"]),
     (["training.passes=2"], ["training: give steps or passes, one of them"]),
     (
         ["fault_injection=[{who: actor, step: 3, point: forward}]"],

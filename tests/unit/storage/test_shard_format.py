@@ -254,6 +254,7 @@ def test_forger_makes_good_shards_too() -> None:
 @pytest.mark.parametrize(
     ("index", "row", "message"),
     [
+        (_index(), (*_ROW[:5], "planes", _ROW[6]), "parts in a payload of 8 bytes"),
         (_index(count=2**62, chunk=f'"batch":0,"row":0,"first":0,"count":{2**62}'), _ROW, "promises"),
         (_index(dtype="object"), _ROW, "unknown dtype"),
         (_index(first=1), _ROW, "expected a chunk at element 1"),
@@ -262,7 +263,7 @@ def test_forger_makes_good_shards_too() -> None:
         (_index(chunk='"batch":0,"row":1,"first":0,"count":2'), _ROW, "not those of the chunk index"),
         (b'{"tensors":[]}', _ROW, "not those of the chunk index"),
         (b"not json", _ROW, "JSON"),
-        (_index(), (*_ROW[:5], "zip", _ROW[6]), "expected row"),
+        (_index(), (*_ROW[:5], "zip", _ROW[6]), "unknown codec 'zip'"),
         (_index(), (*_ROW[:3], 1, *_ROW[4:]), "expected row"),
         (_index(), ("v", *_ROW[1:]), "expected row"),
         (_index(), (*_ROW[:6], b"1234567"), "with 7 bytes"),

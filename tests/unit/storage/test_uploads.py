@@ -13,7 +13,7 @@ from storage.messages import AttemptFacts, Order, Report, ShardOutcome
 from storage.records import BaseVersion, VersionId
 from storage.uploads import Uploads
 from storage.writer_group import ShardKey
-from tests.helpers.records import actor_setup, facts, shard
+from tests.helpers.records import LAYER_BYTES, actor_setup, facts, shard
 
 ATTEMPT, EPOCH, STEP, WORLD = 2, 3, 5, 2
 VERSION = VersionId(layer="a", step=STEP, epoch=EPOCH, attempt=ATTEMPT)
@@ -48,7 +48,8 @@ class Run:
         )
         self.commits.begin_attempt(group)
         self.errors: list[Exception] = []
-        self.uploads = Uploads(self.commits, self.errors.append)
+        self.encoded: dict[str, int] = {}
+        self.uploads = Uploads(self.commits, self.encoded.__setitem__, self.errors.append)
         self.uploads.begin_attempt(ATTEMPT, EPOCH)
         self.writers = Heard()
         self.ledger = self.commits.ledger
@@ -122,6 +123,7 @@ def test_a_stored_shard_is_not_missed(run: Run) -> None:
     run.writers.say(set())
     run.report()
     assert run.ledger.in_flight["a"].stored
+    assert run.encoded == {"a": LAYER_BYTES}
     assert run.kinds == []
 
 

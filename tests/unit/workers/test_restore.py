@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from storage import keys
 from storage.catalog import Catalog
+from storage.encoding import RAW, Encoding, encoding_of
 from storage.errors import StoreError
 from storage.local_store import LocalStore
 from storage.messages import LayerPlan, RestorePlan
+from storage.options import CheckpointOptions
 from storage.records import BASE, Manifest, ShardRef, VersionId
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.shard_writer import write_shard
@@ -25,7 +27,7 @@ from workers.options import TrainingOptions
 from workers.restore import Share, read_share, readers, restore, shards_of
 from workers.slices import cut
 from workers.snapshot import Snapshotter
-from workers.state import slice_tensors
+from workers.state import model_base, slice_tensors
 
 CPU = torch.device("cpu")
 
@@ -42,6 +44,7 @@ class Trained:
     """A tiny model after two optimizer steps, and a way to store its layers."""
 
     def __init__(self, seed: int, steps: int = 2) -> None:
+        self.seed = seed
         self.model = tiny("llama-tied", seed)
         self.optimizer = build_optimizer(self.model, TrainingOptions(steps=9, learning_rate=1e-2))
         for step in range(steps):
@@ -52,7 +55,7 @@ class Trained:
             self.optimizer.zero_grad()
         self.layers = {layer.name: layer for layer in find_layers(self.model)}
 
-    def store(self, store: LocalStore, layer: Layer, step: int, world_size: int) -> LayerPlan:
+    def store(self, store: LocalStore, layer: Layer, step: int, world_size: int, encoding: Encoding = RAW) -> LayerPlan:
         version = VersionId(layer=layer.name, step=step, epoch=1, attempt=1)
         shards = []
         for rank in range(world_size):
@@ -61,7 +64,7 @@ class Trained:
             key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
             tensors: list[ShardTensor] = []
             Snapshotter(CPU).take(slice_tensors(part, layer, self.model, self.optimizer), tensors.extend)
-            summary = write_shard(store, key, meta, tensors)
+            summary = write_shard(store, key, meta, tensors, encoding, model_base(tiny("llama-tied", self.seed)))
             shards.append(ShardRef(key=key, rank=rank, bytes=summary.bytes, digest=summary.digest, ranges=part.ranges))
         manifest = Manifest(version=version, world_size=world_size, shards=tuple(shards))
         return LayerPlan(ref=Catalog(store).write_manifest(manifest), manifest=manifest)
@@ -71,6 +74,10 @@ class Trained:
             part.tensor.clone()
             for part in slice_tensors(cut(layer, self.model, 0, 1), layer, self.model, self.optimizer)
         ]
+
+    def steps(self, layer: str) -> list[float]:
+        parts = slice_tensors(cut(self.layers[layer], self.model, 0, 1), self.layers[layer], self.model, self.optimizer)
+        return [float(part.tensor) for part in parts if part.kind == "step"]
 
 
 class FailingReads(LocalStore):
@@ -119,6 +126,38 @@ def test_a_composite_of_steps_and_world_sizes_comes_back_bit_for_bit(store: Loca
     for name, (source, _, _) in sources.items():
         assert same(target.state(target.layers[name]), source.state(source.layers[name])), name
     assert same(target.state(target.layers[names[2]]), untouched)
+
+
+def test_delta_comes_back_close_and_lossless_bit_for_bit(store: LocalStore) -> None:
+    trained, target = Trained(1, steps=3), Trained(1, steps=0)
+    lossy, exact, *others = target.layers
+    layers = {
+        name: trained.store(store, trained.layers[name], 3, 2, encoding_of(CheckpointOptions(codec=codec)))
+        for name, codec in ((lossy, "delta"), (exact, "lossless"))
+    }
+    base = target.state(target.layers[lossy])
+    run(plan({**layers, **{name: LayerPlan(ref=BASE, manifest=None) for name in others}}, 3), store, target)
+    assert same(target.state(target.layers[exact]), trained.state(trained.layers[exact]))
+    wanted, got = trained.state(trained.layers[lossy]), target.state(target.layers[lossy])
+    assert not same(wanted, got)
+    for want, have, start in zip(wanted, got, base, strict=True):
+        error, moved = (want - have).abs().max(), (want - start).abs().max()
+        assert error <= moved / 14 * 1.01  # of the coarsest: the roots of second moments have 510 half bins
+    assert set(target.steps(lossy)) == {3.0}
+
+
+def test_delta_from_another_model_is_unreadable(store: LocalStore) -> None:
+    trained, target = Trained(1), Trained(2, steps=0)
+    name, *others = target.layers
+    stored = trained.store(store, trained.layers[name], 2, 1, encoding_of(CheckpointOptions(codec="delta")))
+    asked: list[dict[str, str]] = []
+
+    def ask(problems: dict[str, str], outage: str | None) -> RestorePlan | None:
+        asked.append(problems)
+        return plan({other: LayerPlan(ref=BASE, manifest=None) for other in target.layers}, 1) if problems else None
+
+    run(plan({name: stored, **{other: LayerPlan(ref=BASE, manifest=None) for other in others}}, 2), store, target, ask)
+    assert "another base version" in asked[0][name]
 
 
 def test_unreadable_shards_are_told_and_replaced_before_anything_is_filled(store: LocalStore) -> None:
