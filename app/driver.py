@@ -120,7 +120,7 @@ def _train(
     resolved: JobSpec, described: dict[str, Any], prepared: Prepared, store: ObjectStore, console: Console
 ) -> RunOutcome:
     limit = resolved.checkpoint.in_flight_bytes or _half_the_object_store()
-    check_in_flight(resolved.checkpoint.mode, prepared.full_bytes, limit)
+    check_in_flight(resolved.checkpoint, prepared.full_bytes, limit)
     setup = ActorSetup(
         storage=resolved.storage,
         run=resolved.name,

@@ -1,36 +1,44 @@
-"""Export: the newest restore point as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Export: a restore point as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
 
 import tempfile
 from pathlib import Path
 
 from torch import nn
 
-from app.existing_run import existing_run, no_restore_point
+from app.existing_run import existing_run, no_restore_point, rule_of
 from storage.catalog import Catalog
-from storage.errors import SpecError
+from storage.errors import ObjectNotFoundError, SpecError
 from storage.object_store import ObjectStore
-from storage.records import Record
+from storage.records import Record, VersionRef
+from storage.retention import Rule, retained
 from storage.shard_reader import read_shard
 from workers.layers import find_layers
 from workers.model import base_digest, build_model, load_tokenizer
 from workers.options import DataOptions, ModelOptions
 from workers.state import BUFFER, PARAM, fill, from_numpy
 
+_TRIES = 5
+"""How often a restore point may be swept while it is read; each try reads only the layers that changed."""
 
-def export_run(store: ObjectStore, folder: Path) -> int:
-    """Write the newest restore point's weights, configuration and tokenizer to `folder`; returns its step.
 
-    The folder appears whole or not at all.
+def export_run(store: ObjectStore, folder: Path, step: int | None = None) -> int:
+    """Write a restore point's weights, configuration and tokenizer to `folder`; returns its step.
+
+    The folder appears whole or not at all. Safe beside a live run.
+
+    Args:
+        store: what holds the run.
+        folder: absent or empty.
+        step: of the restore point; None: the newest.
 
     Raises:
-        SpecError: the run has no restore point, or `folder` holds something.
+        SpecError: the run has no such restore point, or `folder` holds something.
         CorruptObjectError, ObjectNotFoundError: a shard cannot be read.
     """
     check_export_folder("DIR", folder)
     claim, catalog = existing_run(store), Catalog(store)
-    record = catalog.newest_record()
-    if record is None:
-        raise no_restore_point(store)
+    rule = rule_of(claim)
+    record = _find(catalog, rule, step)
     options = ModelOptions.model_validate({**claim.spec["model"], "path": record.base.source})
     model = build_model(options, int(claim.spec["training"]["seed"]))
     digest = base_digest(model, find_layers(model, options.layers))
@@ -39,7 +47,7 @@ def export_run(store: ObjectStore, folder: Path) -> int:
             f"model.path: {record.base.source}: expected the weights the run began with ({record.base.digest}), "
             f"got {digest}; restore them"
         )
-    _fill(model, catalog, record)
+    record = _fill_from_kept(model, catalog, rule, step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         whole = Path(scratch) / "export"
@@ -61,9 +69,48 @@ def check_export_folder(field: str, folder: Path) -> None:
         )
 
 
-def _fill(model: nn.Module, catalog: Catalog, record: Record) -> None:
-    stored = [catalog.read_manifest(ref) for ref in record.layers.values() if ref.manifest_key is not None]
-    for shard in (shard for manifest in stored for shard in manifest.shards):
-        for tensor in read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors:
-            if tensor.kind in (PARAM, BUFFER):
-                fill(model, None, tensor.name, tensor.kind, tensor.first, from_numpy(tensor.data, tensor.dtype))
+def _find(catalog: Catalog, rule: Rule, step: int | None) -> Record:
+    """Restore point of `step`, or the newest one.
+
+    Raises:
+        SpecError: there is none.
+    """
+    kept = [point.record for point in retained(catalog.restorable().records, rule)]
+    if not kept:
+        raise no_restore_point(catalog.store)
+    found = next((record for record in kept if step in (None, record.step)), None)
+    if found is None:
+        steps = ", ".join(str(record.step) for record in kept)
+        raise SpecError(f"--step: expected the step of a restore point that is kept ({steps}), got {step}")
+    return found
+
+
+def _fill_from_kept(model: nn.Module, catalog: Catalog, rule: Rule, step: int | None) -> Record:
+    """Fill `model` from a restore point; when it is swept meanwhile, from the one that has taken its place."""
+    filled: dict[str, VersionRef] = {}
+    for _ in range(_TRIES):
+        record = _find(catalog, rule, step)
+        try:
+            _fill(model, catalog, record, filled)
+        except ObjectNotFoundError as error:
+            missing, last = error, record
+            if _find(catalog, rule, step) == record:  # nobody has swept it
+                raise
+        else:
+            return record
+    raise SpecError(
+        f"RUN: {catalog.store.url}: restore point after restore point was swept while it was read, the last at step "
+        f"{last.step}; try again when the run is over, export a milestone, or raise checkpoint.keep_restore_points"
+    ) from missing
+
+
+def _fill(model: nn.Module, catalog: Catalog, record: Record, filled: dict[str, VersionRef]) -> None:
+    """Fill the layers of `record` that are not `filled` from the same version yet."""
+    for layer, ref in record.layers.items():
+        if ref.manifest_key is None or filled.get(layer) == ref:
+            continue
+        for shard in catalog.read_manifest(ref).shards:
+            for tensor in read_shard(catalog.store, shard.key, shard.bytes, shard.digest).tensors:
+                if tensor.kind in (PARAM, BUFFER):
+                    fill(model, None, tensor.name, tensor.kind, tensor.first, from_numpy(tensor.data, tensor.dtype))
+        filled[layer] = ref

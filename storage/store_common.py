@@ -78,6 +78,13 @@ class ObjectInfo(NamedTuple):
     bytes: int
 
 
+class Unfinished(NamedTuple):
+    """Something that was begun under `key` and is not an object yet; `token` is the store's own name of it."""
+
+    key: str
+    token: str
+
+
 def checked_key(key: str) -> str:
     """Return `key` if it is relative and stays below the run's root.
 
