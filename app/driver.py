@@ -30,7 +30,7 @@ from app.status import RunStatus, read_status
 from storage.actor_calls import patiently
 from storage.actor_setup import ActorSetup
 from storage.checkpoint_actor import CheckpointActor
-from storage.errors import LayerCheckError, SpecError
+from storage.errors import LayerCheckError, SpecError, StoreError
 from storage.fault_points import FaultPoints
 from storage.liveness import this_process
 from storage.messages import Verdict
@@ -158,7 +158,17 @@ def _train(
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(actor.close.remote(), timeout=CLOSE_S)
-    return RunOutcome(read_status(store), verdict)
+    return RunOutcome(_status_if_readable(store, verdict), verdict)
+
+
+def _status_if_readable(store: ObjectStore, verdict: Verdict | None) -> RunStatus | None:
+    """How the run stands; None when the store that ended it cannot be read either."""
+    try:
+        return read_status(store)
+    except StoreError:
+        if verdict is None:
+            raise
+        return None
 
 
 def _answer(call: Any) -> Any:
