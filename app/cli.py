@@ -62,8 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--takeover", action="store_true", help="take the run over from a driver that still shows life")
     run_command("status", _status, "show the newest restore point and what the run went through")
     run_command("verify", _verify, "read and check every shard that a retained restore point names")
-    export = run_command("export", _export, "write the newest restore point as a Hugging Face model folder")
+    export = run_command("export", _export, "write a restore point as a Hugging Face model folder")
     export.add_argument("dir", metavar="DIR", type=Path, help="folder to write; must be absent or empty")
+    export.add_argument("--step", type=int, metavar="N", help="of the restore point (`status`); default: the newest")
     gc = run_command("gc", _gc, "delete what no retained restore point needs")
     gc.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     command("schema", _schema, "list the job spec's fields: type, default, meaning")
@@ -164,7 +165,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from app.export import export_run  # noqa: PLC0415 - as in `_run`
 
-    step = export_run(_store(args), args.dir)
+    step = export_run(_store(args), args.dir, args.step)
     _show(args, {"step": step, "dir": str(args.dir)}, f"wrote the model of step {step} to {args.dir}")
     return 0
 
@@ -172,5 +173,6 @@ def _export(args: argparse.Namespace) -> int:
 def _gc(args: argparse.Namespace) -> int:
     collected = collect(_store(args), dry_run=args.dry_run)
     verb = "would delete" if collected.dry_run else "deleted"
-    _show(args, asdict(collected), f"{verb} {len(collected.keys)} objects, {decimal(collected.bytes)}")
+    text = f"{verb} {len(collected.keys)} objects, {decimal(collected.bytes)}, {len(collected.unfinished)} open uploads"
+    _show(args, asdict(collected), text)
     return 0

@@ -40,7 +40,7 @@ from storage.actor_calls import patiently
 from storage.actor_setup import ActorSetup
 from storage.checkpoint_actor import CheckpointActor
 from storage.encoding import largest_share
-from storage.errors import LayerCheckError, SpecError
+from storage.errors import LayerCheckError, SpecError, StoreError
 from storage.fault_points import FaultPoints
 from storage.liveness import this_process
 from storage.messages import Verdict
@@ -134,7 +134,7 @@ def _train(
     # Half of the smallest store: beyond it Ray spills to disk. A node's share of the base version stays there, too.
     free = min(sizes) - prepared.base_bytes // len(sizes)
     limit = resolved.checkpoint.in_flight_bytes or free // 2
-    check_in_flight(resolved.checkpoint.mode, prepared.full_bytes, limit)
+    check_in_flight(resolved.checkpoint, prepared.full_bytes, limit)
     setup = ActorSetup(
         storage=resolved.storage,
         run=resolved.name,
@@ -173,7 +173,17 @@ def _train(
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(actor.close.remote(), timeout=CLOSE_S)
-    return RunOutcome(read_status(store), verdict)
+    return RunOutcome(_status_if_readable(store, verdict), verdict)
+
+
+def _status_if_readable(store: ObjectStore, verdict: Verdict | None) -> RunStatus | None:
+    """How the run stands; None when the store that ended it cannot be read either."""
+    try:
+        return read_status(store)
+    except StoreError:
+        if verdict is None:
+            raise
+        return None
 
 
 def _answer(call: Any) -> Any:

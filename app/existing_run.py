@@ -3,7 +3,9 @@
 from storage.catalog import Catalog
 from storage.errors import SpecError
 from storage.object_store import ObjectStore
+from storage.options import CheckpointOptions
 from storage.records import EpochClaim
+from storage.retention import Rule
 
 
 def existing_run(store: ObjectStore) -> EpochClaim:
@@ -21,6 +23,11 @@ def existing_run(store: ObjectStore) -> EpochClaim:
             "; correct it"
         )
     return claim
+
+
+def rule_of(claim: EpochClaim) -> Rule:
+    """Which restore points the run keeps, as its spec says."""
+    return Rule.of(CheckpointOptions.model_validate(claim.spec["checkpoint"]))
 
 
 def no_restore_point(store: ObjectStore) -> SpecError:

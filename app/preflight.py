@@ -94,7 +94,7 @@ def prepare(spec: JobSpec) -> Prepared:
     layers = find_layers(model, spec.model.layers)
     full_bytes = sum(planned_layer_bytes(layer, model) for layer in layers)
     if spec.checkpoint.in_flight_bytes is not None:
-        check_in_flight(spec.checkpoint.mode, full_bytes, spec.checkpoint.in_flight_bytes)
+        check_in_flight(spec.checkpoint, full_bytes, spec.checkpoint.in_flight_bytes)
     tokenizer = load_tokenizer(spec.model, spec.data)
     data = load_data(spec.data, tokenizer, spec.storage.s3)
     return Prepared(
@@ -164,11 +164,13 @@ def check_budget(options: CheckpointOptions, encoded_share: float) -> None:
         )
 
 
-def check_in_flight(mode: str, full_bytes: int, limit_bytes: int) -> None:
+def check_in_flight(options: CheckpointOptions, full_bytes: int, limit_bytes: int) -> None:
     """Refuse a limit on bytes in flight that a full checkpoint would break."""
-    if mode == "full" and full_bytes > limit_bytes:
+    milestones = options.milestone_every_steps
+    if (options.mode == "full" or milestones is not None) and full_bytes > limit_bytes:
+        field = "mode: full" if options.mode == "full" else f"milestone_every_steps: {milestones}"
         raise SpecError(
-            f"checkpoint.mode: full hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} "
+            f"checkpoint.{field} hands over {full_bytes} bytes at once, the limit per node is {limit_bytes} "
             "(half of Ray's object store unless checkpoint.in_flight_bytes says otherwise); start Ray with a larger "
             "object store"
         )

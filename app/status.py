@@ -1,10 +1,13 @@
 """What a run's newest record says, in the form that `status --json` prints."""
 
-from app.existing_run import existing_run, no_restore_point
+from collections.abc import Sequence
+
+from app.existing_run import existing_run, no_restore_point, rule_of
 from storage.catalog import Catalog
 from storage.fault_points import fired_faults
 from storage.object_store import ObjectStore
-from storage.records import Incident, Record, Recovery, Stored
+from storage.records import Incident, Recovery, Stored
+from storage.retention import Kept, Kind, retained
 
 
 class LayerStatus(Stored):
@@ -14,6 +17,13 @@ class LayerStatus(Stored):
     step: int
     age: int
     bytes: int
+
+
+class KeptPoint(Stored):
+    """A restore point that is kept, and why."""
+
+    step: int
+    kinds: tuple[Kind, ...]
 
 
 class RunStatus(Stored):
@@ -27,6 +37,7 @@ class RunStatus(Stored):
     max_age: int
     mean_age: float
     layers: tuple[LayerStatus, ...]
+    restore_points: tuple[KeptPoint, ...]
     attempts: int
     ticks: int
     bytes_written: int
@@ -43,12 +54,13 @@ class RunStatus(Stored):
     held_seconds: float
 
 
-def status_of(run_url: str, record: Record) -> RunStatus:
-    """Status of the run at `run_url` as `record` tells it.
+def status_of(run_url: str, kept: Sequence[Kept]) -> RunStatus:
+    """Status of the run at `run_url` as the newest of the restore points `kept`, the first, tells it.
 
     `reduction` is how many times fewer bytes were written than full checkpoints at the same ticks would have taken
     (ticks x full_checkpoint_bytes / bytes_written); null when nothing was written. A frozen layer has age 0.
     """
+    record = kept[0].record
     ages = record.ages()
     totals, progress = record.totals, record.progress
     layers = tuple(
@@ -65,6 +77,7 @@ def status_of(run_url: str, record: Record) -> RunStatus:
         max_age=max(ages.values(), default=0),
         mean_age=sum(ages.values()) / len(ages) if ages else 0.0,
         layers=layers,
+        restore_points=tuple(KeptPoint(step=point.record.step, kinds=point.kinds) for point in kept),
         attempts=totals.attempts,
         ticks=totals.ticks,
         bytes_written=totals.bytes_written,
@@ -89,9 +102,9 @@ def read_status(store: ObjectStore) -> RunStatus:
         SpecError: there is no run, or none that has committed anything yet.
         StoreError: the store cannot be read.
     """
-    existing_run(store)
-    record = Catalog(store).newest_record()
-    if record is None:
+    rule = rule_of(existing_run(store))
+    kept = retained(Catalog(store).restorable().records, rule)
+    if not kept:
         raise no_restore_point(store)
-    status = status_of(store.url, record)
+    status = status_of(store.url, kept)
     return status.model_copy(update={"incidents": (*fired_faults(store), *status.incidents)})

@@ -47,6 +47,8 @@ def _figures(status: RunStatus) -> Table:
         "layer age",
         f"mean {status.mean_age:.1f}, largest {status.max_age}, bound {status.staleness_bound_steps} steps",
     )
+    if kept := _kept_for_good(status):
+        grid.add_row("kept", kept)
     grid.add_row("written", _written(status))
     grid.add_row("recoveries", str(len(status.recoveries)))
     if status.loss is not None:
@@ -58,6 +60,15 @@ def _figures(status: RunStatus) -> Table:
     if status.step_seconds_median is not None and status.tick_seconds_median is not None:
         grid.add_row("time", _times(status, status.step_seconds_median, status.tick_seconds_median))
     return grid
+
+
+def _kept_for_good(status: RunStatus) -> str:
+    """Milestones and best restore points, or nothing."""
+    by_kind = {
+        kind: [f"{point.step:,}" for point in reversed(status.restore_points) if kind in point.kinds]
+        for kind in ("milestone", "best")
+    }
+    return "; ".join(f"{kind}: step {', '.join(steps)}" for kind, steps in by_kind.items() if steps)
 
 
 def _written(status: RunStatus) -> str:

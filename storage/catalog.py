@@ -17,7 +17,13 @@ class Restorable:
     """Readable records, newest first, and what was found broken on the way."""
 
     records: list[Record]
-    problems: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """What is wrong with a record, by its key."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with records, newest first."""
+        return list(self.unreadable.values())
 
 
 class Catalog:
@@ -126,7 +132,7 @@ class Catalog:
             except ObjectNotFoundError:
                 continue  # retention has deleted it since the listing
             except CorruptObjectError as error:
-                found.problems.append(str(error))
+                found.unreadable[info.key] = str(error)
                 continue
             if record is not None:
                 found.records.append(record)

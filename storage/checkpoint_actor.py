@@ -273,6 +273,8 @@ class CheckpointActor:
                 async with self._commits.lock:
                     await self._commits.commit(self._commits.ledger.committed, finished=True)
                     await self._commits.strike("finish", step)
+                    if self._writers.pending():  # given up, but still on their way: they must not land after the sweep
+                        await self._writers.drain(lambda: True, self._options.drain_s)
                     with contextlib.suppress(StoreError):  # what stays is deleted by `gc`
                         await self._commits.points.sweep_everything()
                 self._state = "finished"

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from storage.actor_setup import ActorSetup
-from storage.catalog import Catalog
+from storage.catalog import Catalog, Restorable
 from storage.errors import TrainingError
 from storage.fault_points import FaultPoints, Point
 from storage.journal import Journal
@@ -12,6 +12,7 @@ from storage.ledger import Ledger, RestorePoint
 from storage.messages import AttemptFacts
 from storage.records import Manifest, Record
 from storage.restore_points import RestorePoints
+from storage.retention import Rule
 from storage.store_health import StoreHealth
 
 
@@ -23,7 +24,8 @@ class Committer:
         self._setup, self._catalog, self._progressed = setup, catalog, progressed
         self.journal = Journal(None)
         self.health = StoreHealth(setup.store_outage_s, lambda kind, what: self.journal.incident(kind, what))
-        self.points = RestorePoints(catalog, setup.checkpoint.keep_restore_points, 0, [], self.health)
+        self._rule = Rule.of(setup.checkpoint)
+        self.points = RestorePoints(catalog, self._rule, 0, Restorable([]), self.health)
         self.ledger: Ledger
         self.lock = asyncio.Lock()
         """Held by whoever commits."""
@@ -44,14 +46,14 @@ class Committer:
         self._epoch = epoch
         await self.health.retrying(self._catalog.fence_older, epoch)
         found = await self.health.retrying(self._catalog.restorable)
-        keep = self._setup.checkpoint.keep_restore_points
-        self.points = RestorePoints(self._catalog, keep, epoch, found.records, self.health)
+        self.points = RestorePoints(self._catalog, self._rule, epoch, found, self.health)
         newest = self.points.newest
         self.journal = Journal(newest)
         for problem in found.problems:
             self.journal.incident("corrupt record", problem)
         if newest is not None:
             self.ledger = Ledger(newest.facts, self._setup.staleness_bound_steps, newest)
+            self.ledger.coherent_step = self.points.newest_coherent_step
             await self.commit(self.ledger.committed)
         return newest
 

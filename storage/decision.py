@@ -54,6 +54,8 @@ class Facts:
     mode: Literal["adaptive", "full"] = "adaptive"
     flush: bool = False
     """Training is over (or must stop): persist everything that is not yet of this step."""
+    milestone_step: int | None = None
+    """Step from which on a restore point with all layers of one step is due and not committed; None: none is due."""
     staleness_bound_steps: int
     max_lag: int
     latency_steps: int
@@ -81,6 +83,8 @@ def decide(facts: Facts) -> Decision:
         return Decision(_flush(facts), facts.tokens)
     if facts.mode == "full":
         return Decision(_full(facts), facts.tokens)
+    if facts.milestone_step is not None:
+        return Decision(_milestone(facts, facts.milestone_step), facts.tokens)
     return _Pass(facts).run()
 
 
@@ -94,6 +98,13 @@ def _full(facts: Facts) -> tuple[str, ...]:
     idle = not any(layer.in_flight for layer in facts.layers)
     missing = [layer for layer in facts.layers if layer.step < facts.step]
     return tuple(layer.name for layer in missing) if idle and _Room(facts.nodes).takes_all(missing) else ()
+
+
+def _milestone(facts: Facts, milestone_step: int) -> tuple[str, ...]:
+    """Every layer at once, when nothing is in flight, and nothing else until they are committed."""
+    steps = {layer.step for layer in facts.layers}
+    is_durable = len(steps) == 1 and min(steps) >= milestone_step
+    return () if is_durable else _full(facts)
 
 
 def _flush(facts: Facts) -> tuple[str, ...]:

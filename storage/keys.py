@@ -1,10 +1,16 @@
 """Keys of everything a run stores, relative to `<storage>/<run>`."""
 
+import re
+from typing import NamedTuple
+
 EPOCHS = "catalog/epochs/"
 RECORDS = "catalog/records/"
 LAYERS = "layers/"
 PROBES = "catalog/probes/"
 FAULTS = "catalog/faults/"
+
+_VERSION = re.compile(rf"{LAYERS}(.+)/(\d{{10}})/(\d{{8}})\.(\d{{6}})/[^/]+")
+_CATALOG = re.compile(r"catalog/(?:epochs|life|records)/(\d{8})\b")
 
 
 def epoch_claim(epoch: int) -> str:
@@ -60,3 +66,24 @@ def shard(layer: str, step: int, epoch: int, attempt: int, rank: int, world_size
 def manifest(layer: str, step: int, epoch: int, attempt: int) -> str:
     """Manifest of a layer version, written last."""
     return f"{version(layer, step, epoch, attempt)}manifest.json"
+
+
+class VersionKey(NamedTuple):
+    """What the key of a layer version's object says of it."""
+
+    layer: str
+    step: int
+    epoch: int
+    attempt: int
+
+
+def version_of(key: str) -> VersionKey | None:
+    """Layer version that the object at `key` belongs to; None if it is no object of one."""
+    found = _VERSION.fullmatch(key)
+    return VersionKey(found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
+
+
+def epoch_in_catalog(key: str) -> int | None:
+    """Epoch that wrote the claim, life or record at `key`; None if it is none of these."""
+    found = _CATALOG.match(key)
+    return int(found[1]) if found else None

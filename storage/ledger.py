@@ -52,6 +52,8 @@ class Ledger:
             layers={name: record.layers[name] if record else BASE for name in names},
             previous=dict(record.previous) if record else {},
         )
+        self.coherent_step = 0
+        """Step of the newest committed restore point whose layers were all of one step."""
         self.in_flight: dict[str, InFlight] = {}
         self.due: set[str] = set()
         self._assembling: dict[VersionId, _Assembly] = {}
@@ -132,6 +134,8 @@ class Ledger:
     def commit(self, point: RestorePoint) -> None:
         """`point` is in the catalog."""
         self.committed = point
+        coherent = all(point.layers[fact.name].step == point.step for fact in self.trained)
+        self.coherent_step = point.step if coherent else min(self.coherent_step, point.step)
         for layer, refs in self._durable.items():
             self._durable[layer] = [ref for ref in refs if ref.step > point.layers[layer].step]
 

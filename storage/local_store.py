@@ -5,14 +5,18 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 
 from storage.errors import ObjectExistsError, StoreError
-from storage.store_common import ObjectInfo, checked_key, checked_prefix, translated
+from storage.store_common import ObjectInfo, Unfinished, checked_key, checked_prefix, translated
 
 TEMPORARY = ".tmp"
-"""Folder below the root for files that are not objects yet. What a killed process left there is never listed."""
+"""Folder below the root for files that are not objects yet. Each is named by the key it is written for."""
+
+_UNIQUE = "~"
+"""Between the quoted key and what tells two writers of it apart; a quoted key has none."""
 
 _PRUNE_RACES = 50
 
@@ -43,7 +47,7 @@ class LocalStore:
     def open_writer(self, key: str) -> Iterator[pa.NativeFile]:
         """See `ObjectStore.open_writer`."""
         path = self._path(key)
-        with translated("write", str(path)), self._temporary() as temporary:
+        with translated("write", str(path)), self._temporary(key) as temporary:
             with pa.OSFile(str(temporary), "wb") as stream:
                 yield stream
                 written = stream.tell()
@@ -78,7 +82,7 @@ class LocalStore:
     def create(self, key: str, data: bytes) -> None:
         """See `ObjectStore.create`."""
         path = self._path(key)
-        with translated("create", str(path)), self._temporary() as temporary:
+        with translated("create", str(path)), self._temporary(key) as temporary:
             temporary.write_bytes(data)
             _sync(temporary)
             try:
@@ -106,6 +110,22 @@ class LocalStore:
             with suppress(OSError):
                 folder.rmdir()
 
+    def unfinished(self) -> Sequence[Unfinished]:
+        """See `ObjectStore.unfinished`."""
+        folder = self._root / TEMPORARY
+        with translated("list", str(folder)):
+            names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+        return sorted(Unfinished(unquote(name.rpartition(_UNIQUE)[0]), name) for name in names)
+
+    def abort(self, unfinished: Sequence[Unfinished]) -> None:
+        """See `ObjectStore.abort`."""
+        for _, name in unfinished:
+            path = self._root / TEMPORARY / name
+            with translated("delete", str(path)):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds the files of others, or was never made
+            (self._root / TEMPORARY).rmdir()
+
     def _path(self, key: str) -> Path:
         if checked_key(key).split("/")[0] == TEMPORARY:
             raise StoreError(f"key {key!r} is reserved for temporary files")
@@ -127,9 +147,9 @@ class LocalStore:
                     yield ObjectInfo(path.relative_to(self._root).as_posix(), entry.stat().st_size)
 
     @contextmanager
-    def _temporary(self) -> Iterator[Path]:
+    def _temporary(self, key: str) -> Iterator[Path]:
         """An empty file in the root's file system, gone after the block."""
-        path = self._root / TEMPORARY / uuid.uuid4().hex
+        path = self._root / TEMPORARY / f"{quote(key, safe='').replace(_UNIQUE, '%7E')}{_UNIQUE}{uuid.uuid4().hex}"
         self._in_folder(path, path.touch)
         try:
             yield path

@@ -12,9 +12,9 @@ from storage.errors import SpecError
 from storage.local_store import LocalStore
 from storage.options import StorageOptions
 from storage.s3_store import S3Store
-from storage.store_common import ObjectInfo, checked_key
+from storage.store_common import ObjectInfo, Unfinished, checked_key
 
-__all__ = ["ObjectInfo", "ObjectStore", "open_object_store"]
+__all__ = ["ObjectInfo", "ObjectStore", "Unfinished", "open_object_store"]
 
 
 class ObjectStore(Protocol):
@@ -60,6 +60,17 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is already gone is not an error."""
+        ...
+
+    def unfinished(self) -> Sequence[Unfinished]:
+        """What was begun and is neither an object yet nor given up, sorted: by writers that live, or that died.
+
+        On S3 multipart uploads, on a disk temporary files; `list` shows neither.
+        """
+        ...
+
+    def abort(self, unfinished: Sequence[Unfinished]) -> None:
+        """Give up what `unfinished` found; its writer, if it lives, fails. One already gone is not an error."""
         ...
 
 

@@ -147,6 +147,12 @@ class CheckpointOptions(Options):
     keep_restore_points: Annotated[int, Field(ge=1)] = 3
     """Newest restore points whose objects are kept."""
 
+    milestone_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Every so many steps all layers are written at one step, on top of the budget, and kept for good; null: never."""
+
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Restore points that are kept for their held-out loss: the first one after each of the best evaluations."""
+
     in_flight_bytes: Annotated[int, Field(gt=0)] | None = None
     """Largest number of bytes per node that are accepted but not yet durable; null: half the node's object store."""
 

@@ -69,6 +69,7 @@ class Pacer:
             nodes=tuple(Node(in_flight_bytes=size, limit_bytes=self._limit) for size in held),
             mode=options.mode,
             flush=report.flush,
+            milestone_step=self._milestone_step(step, ledger.coherent_step),
             staleness_bound_steps=options.staleness_bound_steps,
             max_lag=options.max_lag,
             # A hold inflates latencies; beyond this share of the bound they would only cause a burst of early writes.
@@ -79,6 +80,11 @@ class Pacer:
             criterion=options.criterion,
             threshold=None if self.hurry else options.threshold,
         )
+
+    def _milestone_step(self, step: int, coherent_step: int) -> int | None:
+        every = self._options.milestone_every_steps
+        due = step // every * every if every else 0
+        return due if coherent_step < due else None
 
     def _refill(self, full_bytes: int, report: Report) -> float:
         if self.hurry:

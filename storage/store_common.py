@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from aiohttp import ClientError
 from botocore.exceptions import (
     BotoCoreError,
     ConnectionError,
@@ -28,6 +29,7 @@ _NO_KEYS = "no credentials found: set storage.s3.access_key and secret_key, or t
 _UNREACHABLE = "endpoint unreachable: check storage.s3.endpoint and the network"
 _WRONG_REGION = "bucket is in another region: set storage.s3.region"
 _BUSY = "store is overloaded and stayed so over all retries: lower checkpoint.write_budget or try later"
+_BROKEN = "store failed inside, and again over all retries: look at its own logs, or try later"
 _FULL = "no space left: free space or raise the quota"
 _OS_DENIED = "access denied: this user needs permission to list, read, write and delete here"
 
@@ -54,6 +56,9 @@ _REASONS = {
     "throttling": _BUSY,
     "serviceunavailable": _BUSY,
     "503": _BUSY,
+    "internalerror": _BROKEN,
+    "internalfailure": _BROKEN,
+    "500": _BROKEN,
     "quotaexceeded": _FULL,
     "xminiostoragefull": _FULL,
     "507": _FULL,
@@ -68,7 +73,7 @@ _ERRNO_REASONS = {
 }
 
 # Everything a store library raises when the store fails.
-LIBRARY_ERRORS = (OSError, BotoCoreError)
+LIBRARY_ERRORS = (OSError, BotoCoreError, ClientError)
 
 
 class ObjectInfo(NamedTuple):
@@ -76,6 +81,13 @@ class ObjectInfo(NamedTuple):
 
     key: str
     bytes: int
+
+
+class Unfinished(NamedTuple):
+    """Something that was begun under `key` and is not an object yet; `token` is the store's own name of it."""
+
+    key: str
+    token: str
 
 
 def checked_key(key: str) -> str:
@@ -121,7 +133,7 @@ def store_error(error: BaseException, what: str, where: str) -> StoreError:
         return ObjectNotFoundError(f"cannot {what} {where}: no such object")
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         reason = _NO_KEYS
-    elif isinstance(error, (ConnectionError, HTTPClientError)):
+    elif isinstance(error, (ConnectionError, HTTPClientError, ClientError)):
         reason = _UNREACHABLE
     else:
         number = error.errno if isinstance(error, OSError) else None

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("shared CPUs", deadline=None)
+settings.load_profile("shared CPUs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,18 +7,20 @@ import pytest
 
 from storage.object_store import ObjectStore, open_object_store
 from storage.options import StorageOptions
+from tests.helpers.memory_store import MemoryStore
 from tests.helpers.s3_server import S3Server, ceph_installed, ceph_server, moto_server
 
 
 class Place(NamedTuple):
-    """Where a contract test may open stores, and the S3 server behind it if there is one."""
+    """Where a contract test may open stores of one run, and what is behind: a folder, an S3 server, or memory."""
 
-    options: StorageOptions
-    server: S3Server | None
+    options: StorageOptions | None
+    server: S3Server | None = None
+    memory: tuple[dict[str, bytes], dict[str, str]] = ({}, {})
 
     def open(self) -> ObjectStore:
-        """Another client of the same run."""
-        return open_object_store(self.options, "run")
+        """The run as another process sees it."""
+        return open_object_store(self.options, "run") if self.options is not None else MemoryStore(*self.memory)
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +43,12 @@ def server(request: pytest.FixtureRequest) -> S3Server:
     return found
 
 
-@pytest.fixture(params=["local", "moto", "ceph"])
+@pytest.fixture(params=["memory", "local", "moto", "ceph"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    if request.param == "memory":
+        return Place(None, memory=({}, {}))
     if request.param == "local":
-        return Place(StorageOptions(url=str(tmp_path_factory.mktemp("store") / "runs")), None)
+        return Place(StorageOptions(url=str(tmp_path_factory.mktemp("store") / "runs")))
     found: S3Server = request.getfixturevalue(request.param)
     return Place(found.options(found.new_bucket()), found)
 

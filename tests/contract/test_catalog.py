@@ -10,7 +10,7 @@ from storage import keys
 from storage.catalog import Catalog
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from storage.object_store import ObjectStore
-from storage.retention import unnamed
+from storage.retention import Rule, unnamed
 from tests.contract.conftest import Place
 from tests.helpers.records import claim, manifest, record, ref
 
@@ -188,7 +188,8 @@ def test_a_fence_counts_what_was_committed_before_it_and_stays(catalog: Catalog)
     catalog.commit(record({"a": ref("a", 2)}, epoch=5))
     found = catalog.restorable()
     assert [(point.epoch, point.seq) for point in found.records] == [(5, 0), (3, 0)]
-    assert unnamed([info.key for info in catalog.store.list("")], found.records[:1], 1) == [keys.record(3, 0)]
+    listed = [info.key for info in catalog.store.list("")]
+    assert unnamed(listed, found.records[:1], [], Rule(recent=1), epoch=5) == [keys.record(3, 0)]
 
 
 def test_newest_is_the_highest_epoch_then_seq(catalog: Catalog) -> None:

@@ -1,5 +1,6 @@
 """Real S3 servers on loopback, each with an empty bucket: moto, and Ceph's gateway where it is installed."""
 
+import functools
 import os
 import shutil
 import socket
@@ -37,21 +38,26 @@ class S3Server(NamedTuple):
         return StorageOptions(url=f"s3://{bucket}/runs", s3=s3)
 
     def client(self) -> s3fs.S3FileSystem:
-        """A client of its own, to look at the server from outside."""
-        return s3fs.S3FileSystem(
-            key="test",
-            secret="testsecret",
-            endpoint_url=self.endpoint,
-            client_kwargs={"region_name": "us-east-1"},
-            use_listings_cache=False,
-            skip_instance_cache=True,
-        )
+        """A client other than the stores', to look at the server from outside."""
+        return _client(self.endpoint)
 
     def new_bucket(self) -> str:
         """Name of a bucket made just now."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         self.client().call_s3("create_bucket", Bucket=name)
         return name
+
+
+@functools.cache
+def _client(endpoint: str) -> s3fs.S3FileSystem:
+    return s3fs.S3FileSystem(
+        key="test",
+        secret="testsecret",
+        endpoint_url=endpoint,
+        client_kwargs={"region_name": "us-east-1"},
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
 
 
 _moto_upload_part = S3Backend.upload_part

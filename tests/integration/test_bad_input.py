@@ -19,7 +19,7 @@ from storage.liveness import this_process
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
 from storage.records import BASE, BaseVersion, EpochClaim, EpochLife, LayerFacts, Progress, Record, Totals
-from tests.helpers.careless_proxy import careless_proxy
+from tests.helpers.s3_proxy import s3_proxy
 from tests.helpers.s3_server import S3Server, moto_server
 from tests.helpers.tiny import write_jsonl, write_tiny_chat, write_tiny_model
 
@@ -240,8 +240,9 @@ def test_a_bucket_that_ignores_exclusive_creation_is_refused(
     here: Path, moto: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket = moto.new_bucket()
-    with careless_proxy(moto) as careless:
-        line = refused(here, capsys, "run", "job.yaml", *s3_overrides(careless.options(bucket)))
+    with s3_proxy(moto) as careless:
+        careless.begin("drop_if_none_match")
+        line = refused(here, capsys, "run", "job.yaml", *s3_overrides(careless.server.options(bucket)))
     assert_says(
         line, "the store ignores exclusive creation, .*; use a store .*, or .* storage.allow_unsafe_create: true"
     )

@@ -20,6 +20,7 @@ from storage.records import (
     Totals,
     VersionRef,
 )
+from storage.retention import Kept
 
 RECORD = Record(
     epoch=2,
@@ -75,7 +76,7 @@ RECORD = Record(
 
 
 def test_figures_of_a_record() -> None:
-    status = status_of("runs/quick", RECORD)
+    status = status_of("runs/quick", [Kept(RECORD, ("recent",))])
     assert (status.run, status.epoch, status.step, status.restore_point) == ("runs/quick", 2, 61, 60)
     assert (status.max_age, status.mean_age) == (20, 10.0)  # the frozen layer does not age
     assert [(layer.name, layer.step, layer.age, layer.bytes) for layer in status.layers] == [
@@ -103,7 +104,7 @@ def test_nothing_written_yet_has_no_reduction_and_no_ages() -> None:
             "progress": Progress(),
         }
     )
-    status = status_of("runs/quick", empty)
+    status = status_of("runs/quick", [Kept(empty, ("recent",))])
     assert status.reduction is None
     assert (status.max_age, status.mean_age) == (0, 0.0)
     assert "0 bytes" in _rendered(status, 80)
@@ -118,7 +119,7 @@ def _rendered(status: RunStatus, width: int) -> str:
 
 
 def test_summary_says_it_all_in_80_columns() -> None:
-    text = _rendered(status_of("runs/quick", RECORD), 80)
+    text = _rendered(status_of("runs/quick", [Kept(RECORD, ("recent",))]), 80)
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert "…" not in text
@@ -145,7 +146,7 @@ def test_the_seconds_of_a_recovery_are_shown_by_phase() -> None:
 
 @pytest.mark.parametrize("cell", ["29", "2", "9.5", "21", "14.3 s"])
 def test_every_recovery_is_a_row(cell: str) -> None:
-    text = _rendered(status_of("runs/quick", RECORD), 80)
+    text = _rendered(status_of("runs/quick", [Kept(RECORD, ("recent",))]), 80)
     row = next(line for line in text.splitlines() if "14.3 s" in line)
     assert cell in row
 
@@ -154,6 +155,6 @@ def test_what_looks_like_markup_is_shown_as_it_is() -> None:
     told = "cannot write [/data/x]: [bold]no space"
     record = RECORD.model_copy(update={"incidents": (Incident(step=1, kind="store", what=told),)})
     out = io.StringIO()
-    Console(file=out, width=200).print(summary(status_of("runs/[x]", record)))
+    Console(file=out, width=200).print(summary(status_of("runs/[x]", [Kept(record, ("recent",))])))
     assert told in out.getvalue()
     assert "runs/[x]" in out.getvalue()

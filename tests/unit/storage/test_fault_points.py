@@ -9,7 +9,7 @@ from storage import keys
 from storage.errors import StoreError
 from storage.fault_points import FaultMark, FaultOptions, FaultPoints, fired_faults
 from storage.local_store import LocalStore
-from storage.retention import unnamed
+from storage.retention import Rule, unnamed
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,7 +64,7 @@ def test_the_evidence_is_there_before_the_process_dies_and_no_sweep_takes_it(tmp
     assert [(life.returncode, life.stdout) for life in lives] == [(-signal.SIGKILL, b""), (0, b"alive\n")]
     store = LocalStore(tmp_path)
     assert len(fired_faults(store)) == 1
-    assert unnamed([info.key for info in store.list("")], [], keep=1) == []
+    assert unnamed([info.key for info in store.list("")], [], [], Rule(recent=1), epoch=9) == []
 
 
 class _LosesReplies(LocalStore):
