@@ -77,7 +77,7 @@ names = st.builds(
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(names, st.sampled_from(["float32", "bfloat16"]), st.data())
 def test_quantized_values_stay_within_the_bound(name: str, dtype: str, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 70))

@@ -166,18 +166,27 @@ def test_delta_is_not_encoded_without_a_base(store: LocalStore) -> None:
     assert store.list("") == []
 
 
+class InMemory(LocalStore):
+    """One object in memory, so that many damaged variants are read quickly."""
+
+    content = b""
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        return pa.BufferReader(self.content)
+
+
 @pytest.mark.parametrize("codec", ["lossless", "delta"])
 def test_damage_is_noticed(store: LocalStore, codec: str) -> None:
     summary = write(store, codec, layer(400), base(400))
-    raw = bytearray(store.read(KEY))
+    raw, memory = bytearray(store.read(KEY)), InMemory(Path("/nowhere"))
     right = read_shard(store, KEY, summary.bytes, summary.digest, base(400))
     noticed = 0
     for position in range(0, len(raw), 7):
         raw[position] ^= 0x42
-        store.put(KEY, bytes(raw))
+        memory.content = bytes(raw)
         try:
-            found = read_shard(store, KEY, summary.bytes, summary.digest, base(400))
-            check_shard(store, KEY, summary.bytes, summary.digest)
+            found = read_shard(memory, KEY, summary.bytes, summary.digest, base(400))
+            check_shard(memory, KEY, summary.bytes, summary.digest)
             assert [t.data.tobytes() for t in found.tensors] == [t.data.tobytes() for t in right.tensors]
         except CorruptObjectError:
             noticed += 1

@@ -244,12 +244,13 @@ def test_a_restore_reads_each_object_once_per_cluster(tmp_path: Path, world_size
     store = _Counting(tmp_path)
     source = Trained(0)
     wanted = plan({name: source.store(store, layer, 2, 3) for name, layer in source.layers.items()}, step=2)
-    shares = [read_share(store, wanted, rank, world_size, Share()) for rank in range(world_size)]
+    base = model_base(source.model)  # all raw: nobody asks it
+    shares = [read_share(store, wanted, rank, world_size, Share(), base) for rank in range(world_size)]
     assert store.opened == dict.fromkeys((shard.key for _, shard in shards_of(wanted)), 1)
     name = min(wanted.layers)  # a fallback that replaces one layer reads no other again
     replaced = replace(wanted, layers={**wanted.layers, name: source.store(store, source.layers[name], 1, 3)})
     for rank, share in enumerate(shares):
-        read_share(store, replaced, rank, world_size, share)
+        read_share(store, replaced, rank, world_size, share, base)
     assert set(store.opened.values()) == {1}
     assert len(store.opened) == len(shards_of(wanted)) + 3
 
