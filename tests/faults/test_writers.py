@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 
+from storage.encoding import RAW
 from storage.messages import ShardOrder, ShardOutcome
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ensure_writer, find_writer, writer_name
@@ -34,7 +35,7 @@ def test_what_a_dead_drivers_writer_accepted_is_inherited(runs: Runs, tmp_path: 
     values = np.ones(1000, dtype=np.float32)
     shard = ShardTensor("w", "param", "float32", 0, values.size, values)
     left = ensure_writer(old.storage, old.run, old_name, node)
-    ray.get(left.accept.remote(ShardOrder(meta=meta, ranges=()), [shard]))
+    ray.get(left.accept.remote(ShardOrder(meta=meta, ranges=(), encoding=RAW), [shard], []))
     taken: list[ShardOutcome] = []
     errors: list[Exception] = []
 

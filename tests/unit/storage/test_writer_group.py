@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from storage import writer_group
-from storage.actor_setup import ActorSetup
+from storage.encoding import RAW
 from storage.messages import ShardOrder, ShardOutcome
-from storage.options import CheckpointOptions, StorageOptions
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ShardWriter
 from storage.writer_group import ShardKey, WriterGroup
-from tests.helpers.records import HERE
+from tests.helpers.records import actor_setup
 
 FOR_EVER_S = 3600.0
 META = ShardMeta(run="r", layer="a", step=1, optimizer_step=1, epoch=1, attempt=1, rank=0, world_size=1)
@@ -47,20 +46,7 @@ def test_draining_waits_for_uploads_but_not_for_a_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: int
 ) -> None:
     monkeypatch.setattr(writer_group, "POLL_S", FOR_EVER_S)
-    setup = ActorSetup(
-        storage=StorageOptions(url=str(tmp_path)),
-        run="r",
-        run_id="id",
-        checkpoint=CheckpointOptions(),
-        in_flight_limit_bytes=1 << 30,
-        spec={},
-        spec_fingerprint="f",
-        data_fingerprint="d",
-        driver="driver",
-        where=HERE,
-        attempts_without_progress=5,
-        store_outage_s=60.0,
-    )
+    setup = actor_setup(tmp_path)
     taken: list[ShardOutcome] = []
     problems: list[Exception] = []
 
@@ -76,7 +62,7 @@ def test_draining_waits_for_uploads_but_not_for_a_poll(
         await asyncio.sleep(0.1)  # its second poll waits for news now, for ever
         for _ in range(uploads):
             tensor = ShardTensor("w", "param", "float32", 0, 1 << 20, np.zeros(1 << 20, "<f4"))
-            await writer.accept(ShardOrder(meta=META, ranges=()), [tensor])
+            await writer.accept(ShardOrder(meta=META, ranges=(), encoding=RAW), [tensor], [])
         await group.drain(lambda: True, FOR_EVER_S)
         assert len(taken) == uploads
         assert not group.pending()
