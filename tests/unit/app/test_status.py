@@ -139,7 +139,7 @@ def test_summary_says_it_all_in_80_columns() -> None:
 
 
 def test_the_seconds_of_a_recovery_are_shown_by_phase() -> None:
-    lines = _rendered(status_of("r", RECORD), 80).splitlines()
+    lines = _rendered(status_of("r", [Kept(RECORD, ("recent",))]), 80).splitlines()
     (row,) = [line.split() for line in lines if line.split()[-1:] == ["14.26"]]
     assert row == ["2", "0.50", "1.25", "8.00", "2.00", "0.25", "0.76", "0.50", "1.00", "14.26"]
 
