@@ -92,6 +92,7 @@ class CheckpointActor:
         newest = await self._commits.open(self._epoch)
         goes_on = ray.get_runtime_context().was_current_actor_reconstructed
         self._attempts.open(self._epoch, newest.totals.attempts if newest else 0, goes_on=goes_on)
+        await self._writers.inherit()  # asked from now on, they do not end before the workers are there
         self._spawn(self._commits.run_forever())
         self._spawn(self._sweep_forever())
         self._spawn(self._watch_for_notices())

@@ -30,7 +30,7 @@ from storage.shard_writer import write_shard
 
 NAMESPACE = "layercheck"
 PARALLEL_UPLOADS = 4
-ABANDONED_S = 120.0
+ABANDONED_S = 600.0
 """A writer that was asked before, that no CheckpointActor has asked for this long, and that holds nothing, ends."""
 
 

@@ -81,6 +81,7 @@ def test_a_driver_killed_and_its_job_submitted_again(runs: Runs) -> None:
     sections = {
         "training": {"steps": 16},
         "scaling": ALONE,
+        "checkpoint": {"drain_s": 60},
         "fault_injection": [{"who": "actor", "step": step, "point": "before_commit"}],
     }
     store = runs.store(name)

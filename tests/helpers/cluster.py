@@ -97,7 +97,7 @@ def ray_cluster(nodes: int) -> Iterator[RayHead]:
         for number in range(nodes):
             own = {"temp-dir": temp_dir / str(number)}  # as on another machine: no node unpacks a job over another's
             others.append(started.enter_context(_started(temp_dir, address, **own, **{"num-cpus": 1})))
-            wait_for("the node runs", lambda: _blocks(temp_dir, others))
+            wait_for("the node runs", lambda: _blocks(temp_dir, [head, *others]))
         yield RayHead(url, f"127.0.0.1:{gcs}", token, temp_dir, tuple(others))
 
 
@@ -160,7 +160,7 @@ def _blocks(temp_dir: Path, nodes: list[psutil.Process]) -> bool:
     """Whether `ray start` has started every process of the nodes, and says that it blocks now."""
     log = (temp_dir / "start.log").read_text()
     assert all(node.status() != psutil.STATUS_ZOMBIE for node in nodes), log
-    return log.count("will now block forever") == len(nodes) + 1  # and the head
+    return log.count("will now block forever") == len(nodes)
 
 
 def _answers(head: psutil.Process, url: str) -> bool:
