@@ -82,7 +82,7 @@ class Pacer:
         )
 
     def _milestone_step(self, step: int, coherent_step: int) -> int | None:
-        every = self._options.milestone_every_steps
+        every = None if self.hurry else self._options.milestone_every_steps  # nothing waits when a node is to go
         due = step // every * every if every else 0
         return due if coherent_step < due else None
 

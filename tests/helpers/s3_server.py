@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import s3fs
 from moto.s3.exceptions import NoSuchUpload
 from moto.s3.models import S3Backend
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 from pydantic import SecretStr
 
@@ -70,10 +72,21 @@ def _upload_part(backend: S3Backend, bucket: str, upload: str, *arguments: Any, 
     return _moto_upload_part(backend, bucket, upload, *arguments, **named)
 
 
+_moto_put_object = S3Response.put_object
+_putting = threading.Lock()
+
+
+def _put_object(response: S3Response) -> Any:
+    """As S3 does: looking for an object and putting it is one act. In moto two racing creators may both win."""
+    with _putting:
+        return _moto_put_object(response)
+
+
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """moto's S3, in a thread of this process."""
     setattr(S3Backend, "upload_part", _upload_part)  # noqa: B010  a plain assignment is refused by mypy
+    setattr(S3Response, "put_object", _put_object)  # noqa: B010
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -33,7 +33,7 @@ def simulate(every: int | None, *, steps: int, latency: int, failing: float, mod
     options = CheckpointOptions(
         mode=mode, write_budget="1/5", staleness_bound_steps=20, max_lag=8, milestone_every_steps=every
     )
-    pacer, ledger = Pacer(options, 10**9), Ledger(facts(*LAYERS), 0 if mode == "full" else 20, None)
+    pacer, ledger = Pacer(options, 10**9, 1.0), Ledger(facts(*LAYERS), 0 if mode == "full" else 20, None)
     chance, landing, points = random.Random(1), [], list[RestorePoint]()
     ordered: tuple[int, tuple[str, ...]] = (0, ())
     for step in range(1, steps):
