@@ -66,7 +66,6 @@ def test_draining_waits_for_uploads_but_not_for_a_poll(
         await group.drain(lambda: True, FOR_EVER_S)
         assert len(taken) == uploads
         assert not group.pending()
-        group.follow([])
 
     asyncio.run(asyncio.wait_for(drain(), 60))
     assert problems == []
