@@ -1,5 +1,6 @@
 """What is fed with hostile bytes, and what must come out: the right data, or an error of ours in one line."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,21 +8,26 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from app.status import status_of
 from storage import keys
 from storage.catalog import Catalog
+from storage.codecs import codec_named
 from storage.errors import CorruptObjectError, LayerCheckError, ObjectNotFoundError
 from storage.liveness import read_life
 from storage.records import EpochClaim, EpochLife, Manifest, Record, Sealed, Stored, digest_of
-from storage.shard_format import Shard, ShardMeta
+from storage.retention import Kept
+from storage.shard_format import DTYPES, Shard, ShardMeta
 from storage.shard_reader import read_range, read_shard
 from storage.store_common import ObjectInfo
 from tests.fuzz.mutations import damaged, distorted
 from tests.fuzz.shards import KEY, META, Facts, Forgery, forged, honest
 from tests.helpers.records import golden_documents, ref
 
+_CODECS = ("planes", "blocks-4x256", "blocks-8x64", "roots-8x256", "roots-2x8", "delta-4x256", "delta-8x8")
 GOLDEN = Path(__file__).parents[1] / "golden"
 LONGEST_MESSAGE = 1000
 
@@ -95,7 +101,7 @@ def _shards() -> list[tuple[bytes, str, ShardMeta, Facts]]:
 
 
 _SHARDS = _shards()
-_FILES = [data for data, *_ in _SHARDS] + [(GOLDEN / "shard_v1.arrow").read_bytes()]
+_FILES = [data for data, *_ in _SHARDS] + [path.read_bytes() for path in sorted(GOLDEN.glob("*.arrow"))]
 
 
 def _facts(shard: Shard) -> Facts:
@@ -150,6 +156,33 @@ def _bomb(rng: Random) -> Case:
     return Case("compressed shard", data, partial(_read_forged, shard, data, digest))
 
 
+def _encoded_shard(rng: Random) -> Case:
+    """A row of a codec, with a payload of the codec's own or of anybody's; its checksum is right."""
+    dtype, name = rng.choice(list(DTYPES)), rng.choice(_CODECS)
+    values = np.frombuffer(rng.randbytes(rng.choice((8, 64, 4096))), np.uint8).copy()
+    values[rng.randrange(8) :: 2] = 0  # so that it is worth compressing
+    values = (values & 1).view("?") if dtype == "bool" else values.view(DTYPES[dtype])
+    codec = codec_named(name)
+    payload = codec.encode(values, dtype, np.zeros_like(values) if codec.needs_base else None) or rng.randbytes(40)
+    payload = damaged(rng, payload, _FILES) if rng.random() < 0.6 else payload
+    count = rng.choice((values.size, values.size, values.size + 1, 10 * values.size, 1 << 20, 1 << 40))
+    named = rng.choice((name, name, name, name + "0", "planes", "raw", "blocks-4x3"))
+    tensor = {"name": "w", "kind": "param", "dtype": dtype, "first": 0, "count": count}
+    index = {"tensors": [{**tensor, "chunks": [{"batch": 0, "row": 0, "first": 0, "count": count}]}]}
+    row = ("w", "param", dtype, 0, count, named, payload)
+    data, digest = Forgery(META.to_bytes(), json.dumps(index).encode(), [[row]]).file()
+
+    def base(_name: str, _first: int, wanted: int) -> npt.NDArray[np.generic]:
+        return np.zeros(wanted, DTYPES[dtype])
+
+    def read() -> None:
+        (found,) = read_shard(MemoryStore(KEY, data), KEY, len(data), digest, base).tensors
+        # What a forged payload means, its codec alone can tell; but as much as the row says, of its type.
+        _require((found.data.shape, found.data.dtype), ((count,), DTYPES[dtype]))
+
+    return Case("encoded shard", data, read)
+
+
 # --- documents
 
 
@@ -201,7 +234,7 @@ def _forged_document(rng: Random) -> Case:
         assert found is not None
         _require(type(found).from_bytes(key, found.to_bytes()), found)
         if isinstance(found, Record):
-            status_of("run", found).model_dump_json()
+            status_of("run", [Kept(found, ("recent",))]).model_dump_json()
             found.named()
 
     return Case(f"forged {type(document).__name__}", data, read)
@@ -213,6 +246,7 @@ MAKERS: Sequence[Callable[[Random], Case]] = (
     _range,
     _forged_shard,
     _bomb,
+    _encoded_shard,
     _document,
     _document,
     _forged_document,
