@@ -16,6 +16,7 @@ from storage.catalog import Catalog
 from storage.errors import StoreError
 from storage.object_store import ObjectInfo, ObjectStore, open_object_store
 from storage.options import StorageOptions
+from storage.probe import check_token, probe_store, write_token
 from storage.store_common import translated
 from tests.helpers.records import claim, manifest, record
 from tests.helpers.s3_proxy import Fault, S3Proxy, s3_proxy
@@ -151,6 +152,16 @@ def test_a_lost_reply_to_a_creation_is_found_out(store: ObjectStore, proxy: S3Pr
     proxy.end()
     assert catalog.newest_claim().nonce == claim().nonce
     assert catalog.newest_record() == record({"a": version})
+
+
+def test_a_lost_reply_does_not_fail_the_probes(store: ObjectStore, proxy: S3Proxy) -> None:
+    """Seen in a run: the retry of a token's creation met the token, and the run ended."""
+    proxy.begin("lost_reply", where="PUT", times=1)
+    token = write_token(store)
+    check_token(store, token)
+    proxy.begin("lost_reply", where="created", times=1)
+    probe_store(store, allow_unsafe_create=False)
+    assert proxy.fired["lost_reply"] >= 2
 
 
 def test_after_lost_replies_an_upload_is_whole_or_failed(store: ObjectStore, proxy: S3Proxy) -> None:

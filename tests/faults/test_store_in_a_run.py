@@ -19,7 +19,7 @@ from tests.helpers.s3_server import S3Server, ceph_installed, ceph_server, moto_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # start-ups of Ray take most of it
 
-STEPS = 150
+STEPS = 80
 MAX_LAG = 4
 
 
@@ -94,7 +94,7 @@ def check_whole(store: ObjectStore) -> None:
     assert record.step == STEPS
     assert record.totals.held_seconds > 3, "training went on beyond max_lag"
     assert "store" in {incident.kind for incident in record.incidents}
-    assert len(record.recoveries) == 1  # the second submission
+    assert len(record.recoveries) == 1, record.recoveries  # the second submission
     assert verify_run(store).problems == []
     left = collect(store, dry_run=True)
     assert (left.keys, left.unfinished) == ((), ())
