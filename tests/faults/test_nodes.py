@@ -29,7 +29,7 @@ SETTINGS = {
     "checkpoint.staleness_bound_steps": BOUND,
     "checkpoint.max_lag": MAX_LAG,
     "fault_injection": "[]",
-    "failures.max_failures": "null",
+    "failures.max_failures": -1,
     "export": "null",
 }
 
