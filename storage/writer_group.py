@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -72,7 +73,7 @@ class WriterGroup:
                 self._left_behind.discard(name)
                 self._forsake(name)
             if name not in self._followers:
-                self._spawn(name, self._follow(name, node))
+                self._spawn(name, partial(self._follow, name, node))
 
     async def inherit(self) -> None:
         """Follow what writers of drivers before this one still live: what they have accepted may yet count."""
@@ -83,7 +84,7 @@ class WriterGroup:
 
     def _leave_behind(self, name: str) -> None:
         self._left_behind.add(name)
-        self._spawn(name, self._follow_left_behind(name))
+        self._spawn(name, partial(self._follow_left_behind, name))
 
     def end_left_behind(self) -> None:
         """What they hold counts no more, and they have no other master: end them."""
@@ -141,10 +142,10 @@ class WriterGroup:
             setup.faults,
         )
 
-    def _spawn(self, name: str, following: Awaitable[None]) -> None:
+    def _spawn(self, name: str, following: Callable[[], Awaitable[None]]) -> None:
         async def guarded() -> None:
             try:
-                await following
+                await following()
             except Exception as error:  # noqa: BLE001 - without its follower no shard becomes durable
                 self._give_up(error)
 
