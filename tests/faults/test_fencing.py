@@ -35,8 +35,13 @@ def moto() -> Iterator[S3Server]:
 
 
 def contents(store: ObjectStore) -> dict[str, str]:
-    """Every object of the run, with the digest of its content."""
-    return {info.key: digest_of(store.read(info.key)) for info in store.list("")}
+    """Every object of the run, with the digest of its content.
+
+    But for the signs of life: a beat that was on its way to S3 when its process was stopped still gets there. It is the
+    stale epoch's own, and nobody asks for it any more.
+    """
+    listed = (info.key for info in store.list("") if not info.key.startswith("catalog/life/"))
+    return {key: digest_of(store.read(key)) for key in listed}
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
