@@ -1,5 +1,6 @@
 """What is in flight, durable and committed: the CheckpointActor's memory, without any I/O or clock."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from storage.records import BASE, LayerFacts, Manifest, Record, ShardRef, VersionId, VersionRef
@@ -32,6 +33,10 @@ class RestorePoint:
     step: int
     layers: dict[str, VersionRef]
     previous: dict[str, VersionRef]
+
+    def ages(self, trained: Iterable[LayerFacts]) -> list[int]:
+        """Age in steps of each layer of `trained`, in their order."""
+        return [self.step - self.layers[fact.name].step for fact in trained]
 
 
 @dataclass
@@ -134,8 +139,7 @@ class Ledger:
     def commit(self, point: RestorePoint) -> None:
         """`point` is in the catalog."""
         self.committed = point
-        coherent = all(point.layers[fact.name].step == point.step for fact in self.trained)
-        self.coherent_step = point.step if coherent else min(self.coherent_step, point.step)
+        self.coherent_step = point.step if not any(point.ages(self.trained)) else min(self.coherent_step, point.step)
         for layer, refs in self._durable.items():
             self._durable[layer] = [ref for ref in refs if ref.step > point.layers[layer].step]
 
@@ -155,4 +159,4 @@ class Ledger:
         return RestorePoint(step, layers, previous)
 
     def _is_bounded(self, point: RestorePoint) -> bool:
-        return all(point.step - point.layers[fact.name].step <= self.bound for fact in self.trained)
+        return all(age <= self.bound for age in point.ages(self.trained))

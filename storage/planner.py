@@ -5,7 +5,6 @@ import asyncio
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.errors import CorruptObjectError, ObjectNotFoundError, RestoreError, TrainingError
-from storage.ledger import RestorePoint
 from storage.messages import LayerPlan, RestorePlan
 from storage.records import Manifest, Recovery, VersionRef
 from storage.restore_plan import older, without
@@ -67,7 +66,7 @@ class RestorePlanner:
             raise RestoreError(
                 f"no restore point can be read back whole; bring the object back from a copy: {problems}"
             )
-        journal.fell_back(replacement.step, self._ages(replacement))
+        journal.fell_back(replacement.step, replacement.ages(ledger.trained))
         await self._commits.commit(replacement)
 
     async def check_progress(self, cause: str) -> None:
@@ -95,7 +94,7 @@ class RestorePlanner:
     def recovery(self, attempt: int, cause: str) -> Recovery:
         """What the summary says of `attempt`, which goes on from the committed restore point."""
         point = self._commits.ledger.committed
-        ages = self._ages(point)
+        ages = point.ages(self._commits.ledger.trained)
         return Recovery(
             attempt=attempt,
             cause=cause,
@@ -104,6 +103,3 @@ class RestorePlanner:
             max_age=max(ages),
             mean_age=sum(ages) / len(ages),
         )
-
-    def _ages(self, point: RestorePoint) -> list[int]:
-        return [point.step - point.layers[fact.name].step for fact in self._commits.ledger.trained]

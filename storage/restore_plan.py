@@ -18,11 +18,10 @@ def without(
     if not bad <= point.previous.keys():
         return None
     layers = {name: point.previous[name] if name in bad else ref for name, ref in point.layers.items()}
-    step = max(ref.step for ref in layers.values())
-    too_old = any(step - layers[fact.name].step > staleness_bound_steps for fact in trained)
-    if too_old or unreadable & set(layers.values()):
-        return None
-    return RestorePoint(step, layers, {name: ref for name, ref in point.previous.items() if name not in bad})
+    previous = {name: ref for name, ref in point.previous.items() if name not in bad}
+    replaced = RestorePoint(max(ref.step for ref in layers.values()), layers, previous)
+    too_old = any(age > staleness_bound_steps for age in replaced.ages(trained))
+    return None if too_old or unreadable & set(layers.values()) else replaced
 
 
 def older(

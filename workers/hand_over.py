@@ -10,7 +10,7 @@ import torch.distributed as dist
 from storage.encoding import Encoding
 from storage.messages import Order, ShardOrder
 from storage.shard_format import ShardMeta, ShardTensor
-from storage.writer_actor import NAMESPACE
+from storage.writer_actor import find_writer
 from workers.faults import FaultInjector
 from workers.slices import Slice
 
@@ -63,7 +63,7 @@ class HandOvers:
         put = ray.put(tensors)
         self._faults.strike("hand_over")
         try:
-            self._writer = self._writer or ray.get_actor(self._writer_name, namespace=NAMESPACE)
+            self._writer = self._writer or find_writer(self._writer_name)
             self._under_way.append((layer, self._writer.accept.remote(shard, put, self._base.get(layer, ()))))
         except ValueError:  # the writer is not there at this moment
             self._under_way.append((layer, None))

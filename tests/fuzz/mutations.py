@@ -59,10 +59,7 @@ def _zero(rng: Random, data: bytearray, _: bytes) -> bytes:
 
 
 def _copy_within(rng: Random, data: bytearray, _: bytes) -> bytes:
-    span = _span(rng, data)
-    to = rng.randrange(len(data) + 1)
-    data[to : to + span.stop - span.start] = data[span]
-    return bytes(data)
+    return _graft(rng, data, bytes(data))
 
 
 def _splice(rng: Random, data: bytearray, other: bytes) -> bytes:

@@ -1,14 +1,12 @@
 """Restore of a composite from shards that other world sizes wrote, and what happens when one cannot be read."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 
 from storage import keys
 from storage.catalog import Catalog
@@ -32,12 +30,7 @@ from workers.state import model_base, slice_tensors
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("group") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class Trained:

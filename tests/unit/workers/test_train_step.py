@@ -1,13 +1,11 @@
 """A step whose loss is not finite is told from every rank's gradient norm, even if its own gradients are finite."""
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,12 +16,7 @@ from workers.train_step import Trainee, clipped_gradient_norm, forward_backward
 WORDS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("group") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class Biased(nn.Module):
