@@ -5,12 +5,13 @@ layers with the highest score. The look-ahead is a feasibility test: a layer is 
 every other deadline can still be met from what the bucket will pass until then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+
+from storage.deadlines import Deadlines
 
 Criterion = Literal["drift", "impact", "oldest"]
 ASSUMED_LATENCY_TICKS = 2  # decision to durable, before any upload has been timed
@@ -117,16 +118,15 @@ def _flush(facts: Facts) -> tuple[str, ...]:
 class _Room:
     """Room for bytes in flight. A node with nothing in flight takes any layer: a huge one must go some time."""
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._in_flight = [node.in_flight_bytes for node in nodes]
-        self._limits = [node.limit_bytes for node in nodes]
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._in_flight = np.array([node.in_flight_bytes for node in nodes], dtype=np.int64)
+        self._limits = np.array([node.limit_bytes for node in nodes], dtype=np.int64)
 
     def take(self, layer: Candidate) -> bool:
         """Reserve room for `layer` on every node, or on none."""
-        after = [held + more for held, more in zip(self._in_flight, layer.node_bytes, strict=True)]
-        for held, total, limit in zip(self._in_flight, after, self._limits, strict=True):
-            if held and total > limit:
-                return False
+        after = self._in_flight + np.array(layer.node_bytes, dtype=np.int64)
+        if ((after > self._limits) & (self._in_flight > 0)).any():
+            return False
         self._in_flight = after
         return True
 
@@ -140,14 +140,18 @@ class _Pass:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.bytes = np.array([layer.bytes for layer in facts.layers], dtype=np.float64)
-        self.write_by = np.array([self._write_by(layer.step) for layer in facts.layers], dtype=np.int64)
-        self.burst = float(self.bytes.max(initial=facts.refill_bytes)) + facts.refill_bytes
+        self.bytes = [float(layer.bytes) for layer in facts.layers]
+        self.write_by = [self._write_by(layer.step) for layer in facts.layers]
+        self.burst = max([facts.refill_bytes, *self.bytes]) + facts.refill_bytes
         self.tokens = min(self.burst, facts.tokens + facts.refill_bytes)
-        smallest = float(self.bytes.min(initial=np.inf))
-        self.heartbeat = smallest if smallest <= facts.refill_bytes else 0.0
+        left = [self._ticks_left(step) for step in self.write_by]
+        refreshed = self._ticks_left(self._write_by(facts.step))
+        self.deadlines = Deadlines(left, self.bytes, refreshed, facts.refill_bytes)
         self.room = _Room(facts.nodes)
         self.chosen: list[int] = []
+        # While training stands still, a layer may have been written at this very step.
+        layers = enumerate(facts.layers)
+        self.free = {index for index, layer in layers if not layer.in_flight and layer.step < facts.step}
 
     def run(self) -> Decision:
         self._take_overdue()
@@ -162,33 +166,33 @@ class _Pass:
         """Last step at which a layer whose newest version is of `step` must be persisted again."""
         return step + self.facts.staleness_bound_steps - self.facts.latency_steps
 
-    def _free(self) -> list[int]:
-        """Layers that may be chosen: while training stands still, one may have been written at this very step."""
-        layers, step = self.facts.layers, self.facts.step
-        return [
-            i for i in range(len(layers)) if i not in self.chosen and not layers[i].in_flight and layers[i].step < step
-        ]
+    def _ticks_left(self, write_by: int) -> int:
+        return (write_by - self.facts.step) // self.facts.interval_steps
+
+    def _by_deadline(self) -> list[int]:
+        return sorted(self.free, key=lambda index: (self.write_by[index], index))
 
     def _take(self, index: int) -> bool:
         if not self.room.take(self.facts.layers[index]):
             return False
         self.chosen.append(index)
+        self.free.remove(index)
         self.tokens -= self.bytes[index]
-        self.write_by[index] = self._write_by(self.facts.step)
+        self.deadlines.refresh(index)
         return True
 
     def _take_overdue(self) -> None:
         """Layers at their deadline are written even into debt: an unmet deadline would hold up every restore point."""
         next_tick = self.facts.step + self.facts.interval_steps
-        for index in sorted(self._free(), key=lambda i: int(self.write_by[i])):
+        for index in self._by_deadline():
             if self.facts.layers[index].due or self.write_by[index] < next_tick:
                 self._take(index)
 
     def _take_pressing(self) -> None:
         """By deadline, as long as waiting one more tick would put a deadline out of the bucket's reach."""
-        for index in sorted(self._free(), key=lambda i: int(self.write_by[i])):
+        for index in self._by_deadline():
             tokens_next = min(self.burst, self.tokens + self.facts.refill_bytes)
-            waiting = self._slack(self.write_by, tokens_next, self.facts.step + self.facts.interval_steps)
+            waiting = self.deadlines.slack(tokens_next, ticks_later=1)
             if waiting >= 0 or self.bytes[index] > self.tokens:
                 return
             self._take(index)
@@ -200,13 +204,13 @@ class _Pass:
         tick: each tick that persists something moves the restore point on.
         """
         saving = False
-        slack = self._slack(self.write_by, self.tokens, self.facts.step)
+        slack = self.deadlines.slack(self.tokens)
         for index in self._by_score():
             cost = self.bytes[index]
             if saving and (self.chosen or cost > self.facts.refill_bytes):
                 continue
             if cost <= self.tokens or not saving:
-                after = self._slack_with(index)
+                after = self.deadlines.slack_after(index, self.tokens)
                 if after < min(0.0, slack):
                     continue
                 if cost > self.tokens:
@@ -219,14 +223,14 @@ class _Pass:
         facts = self.facts
         if facts.step - facts.newest_step + facts.interval_steps + facts.latency_steps <= facts.max_lag:
             return
-        for index in sorted(self._free(), key=lambda i: (float(self.bytes[i]), facts.layers[i].step)):
+        for index in sorted(self.free, key=lambda i: (self.bytes[i], facts.layers[i].step, i)):
             if self._take(index):
                 return
 
     def _by_score(self) -> list[int]:
         threshold = self.facts.threshold or 0.0
-        fitting = [i for i in self._free() if self.facts.layers[i].drift >= threshold]
-        return sorted(fitting, key=lambda i: (self._is_base(i), self._score(i)), reverse=True)
+        fitting = [index for index in sorted(self.free) if self.facts.layers[index].drift >= threshold]
+        return sorted(fitting, key=lambda index: (self._is_base(index), self._score(index)), reverse=True)
 
     def _is_base(self, index: int) -> bool:
         """Whether the layer has never been persisted.
@@ -242,23 +246,3 @@ class _Pass:
             return self.facts.step - layer.step
         value = layer.impact if self.facts.criterion == "impact" and layer.impact is not None else layer.drift
         return value / max(1, layer.bytes)
-
-    def _slack_with(self, index: int) -> float:
-        write_by = self.write_by.copy()
-        write_by[index] = self._write_by(self.facts.step)
-        return self._slack(write_by, self.tokens - float(self.bytes[index]), self.facts.step)
-
-    def _slack(self, write_by: npt.NDArray[np.int64], tokens: float, step: int) -> float:
-        """Bytes that may be spent at `step` with every deadline still met; negative when one is out of reach.
-
-        Layers larger than a tick's refill are saved for while one small layer a tick goes on being written, so these
-        compete with them for the bucket.
-        """
-        refill = self.facts.refill_bytes
-        order = np.argsort(write_by, kind="stable")
-        ticks_left = np.maximum(0, (write_by[order] - step) // self.facts.interval_steps)
-        sizes = self.bytes[order]
-        large = np.cumsum(np.where(sizes > refill, sizes, 0.0))
-        small = np.cumsum(np.where(sizes > refill, 0.0, sizes))
-        need = large + np.maximum(small, self.heartbeat * ticks_left)
-        return float(np.min(tokens + refill * ticks_left - need, initial=np.inf))
