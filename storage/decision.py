@@ -205,7 +205,8 @@ class _Pass:
         """
         saving = False
         slack = self.deadlines.slack(self.tokens)
-        for index in self._by_score():
+        fitting = self._by_score()
+        for index in fitting:
             cost = self.bytes[index]
             if saving and (self.chosen or cost > self.facts.refill_bytes):
                 continue
@@ -217,6 +218,10 @@ class _Pass:
                     saving = True
                 elif self._take(index):
                     slack = after
+        if fitting and not self.chosen and not saving:  # all put off for the deadlines' sake, and the bucket runs over
+            first = min(fitting, key=lambda i: self.write_by[i])
+            if self.bytes[first] <= self.tokens:
+                self._take(first)
 
     def _take_for_lag(self) -> None:
         """Persist the cheapest layer, into debt if need be, when the restore point would fall too far behind."""

@@ -87,6 +87,13 @@ def test_every_layer_is_persisted_once_before_any_criterion_has_its_way(criterio
     assert ages[35] < 35
 
 
+def test_the_bucket_is_used_when_every_layer_but_one_costs_more_than_a_tick():
+    """Putting all of them off for the deadlines' sake serves no deadline."""
+    written, ages, _ = simulate((245, *[790] * 12), budget=1 / 22.6, bound=50)
+    assert sum(written) >= 0.95 * len(written) * (245 + 12 * 790) / 22.6
+    assert max(ages[60:]) <= 27
+
+
 def test_deadlines_do_not_pile_up():
     """Without look-ahead all first deadlines fall on one tick and a full checkpoint is written at once."""
     written, _, _ = simulate(SMOLLM2, budget=1 / 40, bound=50, threshold=1.0)
