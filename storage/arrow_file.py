@@ -6,6 +6,8 @@ of the machine. Two blocks of a footer may also be the same bytes of the file, a
 """
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -16,10 +18,34 @@ _MAGIC = b"ARROW1"
 _TAIL = struct.Struct(f"<i{len(_MAGIC)}s")
 _BLOCK = struct.Struct("<qi4xq")
 
+# What Arrow raises for bytes that are no IPC file: its own errors, and Python's for sizes and names that make no sense.
+_PARSE_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    TypeError,
+    struct.error,
+)
+
 # Places of fields in their tables.
 _FOOTER_RECORD_BATCHES = 3
 _MESSAGE_HEADER = 2
 _RECORD_BATCH_COMPRESSION = 3
+
+
+@contextmanager
+def parsing(key: str, what: str) -> Iterator[None]:
+    """Raise `CorruptObjectError`, `key` is not `what`, in place of what hostile bytes make Arrow and Python raise."""
+    try:
+        yield
+    except _PARSE_ERRORS as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CorruptObjectError(f"{key}: not {what}: {reason or type(error).__name__}") from error
 
 
 class Block(NamedTuple):
@@ -67,7 +93,7 @@ def read_record_batch(key: str, source: pa.NativeFile, block: Block, schema: pa.
     if header is not None:
         header += _unpack("<I", metadata, header)
         if _field(metadata, header, _RECORD_BATCH_COMPRESSION) is not None:
-            raise CorruptObjectError(f"{key}: a record batch is compressed, which shard format 1 never is")
+            raise CorruptObjectError(f"{key}: a record batch is compressed, which nothing stored here ever is")
     batch = pa.ipc.read_record_batch(message, schema)
     batch.validate(full=True)  # offsets that point outside the payload would be followed otherwise
     return batch

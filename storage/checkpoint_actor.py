@@ -23,7 +23,8 @@ from storage.object_store import open_object_store
 from storage.pacer import Pacer
 from storage.planner import RestorePlanner
 from storage.preemption import nodes_given_notice
-from storage.records import EpochClaim, EpochLife
+from storage.recorder import Recorder
+from storage.records import EpochClaim, EpochLife, Manifest
 from storage.restore_points import SWEEP_S
 from storage.uploads import Uploads
 from storage.writer_group import WriterGroup
@@ -45,7 +46,8 @@ class CheckpointActor:
         self._pacer = Pacer(self._options, setup.in_flight_limit_bytes, setup.encoded_share)
         self._commits = Committer(setup, self._catalog, self._pacer.committed)
         planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
-        self._uploads = Uploads(self._commits, self._pacer.encoded, self._give_up)
+        self._recorder = Recorder(self._store, self._commits.health)
+        self._uploads = Uploads(self._commits, self._take_stored, self._give_up)
         self._writers = WriterGroup(setup, self._uploads.take, self._give_up)
         self._attempts = Attempts(setup, self._store, self._commits, planner, self._uploads, self._writers)
         self._started: asyncio.Task[None] | None = None
@@ -88,12 +90,14 @@ class CheckpointActor:
             data_fingerprint=setup.data_fingerprint,
         )
         self._epoch = (await self._commits.health.retrying(self._catalog.claim, claim)).epoch
+        self._recorder.open(self._epoch)
         self._spawn(self._show_life())
         newest = await self._commits.open(self._epoch)
         goes_on = ray.get_runtime_context().was_current_actor_reconstructed
         self._attempts.open(self._epoch, newest.totals.attempts if newest else 0, goes_on=goes_on)
         await self._writers.inherit()  # asked from now on, they do not end before the workers are there
         self._spawn(self._commits.run_forever())
+        self._spawn(self._recorder.run_forever())
         self._spawn(self._sweep_forever())
         self._spawn(self._watch_for_notices())
 
@@ -105,6 +109,10 @@ class CheckpointActor:
                 self._give_up(error)
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
+
+    def _take_stored(self, manifest: Manifest) -> None:
+        self._pacer.encoded(manifest.version.layer, manifest.bytes)
+        self._recorder.stored(manifest)
 
     def _give_up(self, error: Exception) -> None:
         if self._verdict is None:
@@ -126,6 +134,8 @@ class CheckpointActor:
         self._writers.kill()
         with contextlib.suppress(StoreError, FencedError):
             await asyncio.to_thread(self._catalog.show_life, EpochLife(epoch=self._epoch, beat=0, ended=True))
+        with contextlib.suppress(StoreError):
+            await self._recorder.close()
 
     async def verdict(self) -> Verdict | None:
         """Why the run must stop, if it must."""
@@ -224,15 +234,16 @@ class CheckpointActor:
         await self._commits.strike("report", report.step)
         self._state = "holding for storage" if report.hold else "flushing" if report.flush else "training"
         self._uploads.take_report(report, self._epoch, self._writers, group.world_size)
-        number, layers = self._pacer.decide(report, self._commits.ledger, group)
+        ledger = self._commits.ledger
+        number, layers = self._pacer.decide(report, ledger, group)
         order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers) if layers else None
+        self._recorder.tick(report, ledger.trained, ledger.committed.step, layers)
         if order is None and (report.hold or report.flush):
             await self._next_commit()
-        lag = report.step + self._options.interval_steps - self._commits.ledger.committed.step
+        lag = report.step + self._options.interval_steps - ledger.committed.step
         if report.hold and lag <= self._options.max_lag:
             self._state = "training"
-        step, whole_at = self._commits.ledger.committed.step, self._commits.whole_at()
-        return Reply(order=order, restore_point=step, whole_at=whole_at)
+        return Reply(order=order, restore_point=ledger.committed.step, whole_at=self._commits.whole_at())
 
     async def _next_commit(self) -> None:
         """Wait a moment for a restore point: ranks that stand still would only ask again at once."""

@@ -8,9 +8,10 @@ RECORDS = "catalog/records/"
 LAYERS = "layers/"
 PROBES = "catalog/probes/"
 FAULTS = "catalog/faults/"
+HISTORY = "catalog/history/"
 
 _VERSION = re.compile(rf"{LAYERS}(.+)/(\d{{10}})/(\d{{8}})\.(\d{{6}})/[^/]+")
-_CATALOG = re.compile(r"catalog/(?:epochs|life|records)/(\d{8})\b")
+_CATALOG = re.compile(r"catalog/(?:epochs|life|records|history)/(\d{8})\b")
 
 
 def epoch_claim(epoch: int) -> str:
@@ -53,6 +54,11 @@ def fault(address: str) -> str:
     return f"{FAULTS}{address}.json"
 
 
+def history(epoch: int, seq: int) -> str:
+    """Segment number `seq` of what `epoch` has recorded; keys sort as (epoch, seq) does."""
+    return f"{HISTORY}{epoch:08d}/{seq:010d}.arrow"
+
+
 def version(layer: str, step: int, epoch: int, attempt: int) -> str:
     """Prefix of one layer version."""
     return f"{LAYERS}{layer}/{step:010d}/{epoch:08d}.{attempt:06d}/"
@@ -84,6 +90,6 @@ def version_of(key: str) -> VersionKey | None:
 
 
 def epoch_in_catalog(key: str) -> int | None:
-    """Epoch that wrote the claim, life or record at `key`; None if it is none of these."""
+    """Epoch that wrote the claim, life, record or history at `key`; None if it is none of these."""
     found = _CATALOG.match(key)
     return int(found[1]) if found else None

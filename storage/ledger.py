@@ -51,6 +51,8 @@ class Ledger:
     def __init__(self, facts: tuple[LayerFacts, ...], staleness_bound_steps: int, record: Record | None) -> None:
         self.facts = facts
         self.bound = staleness_bound_steps
+        self.trained = tuple(fact for fact in facts if not fact.frozen)
+        """Layers that age."""
         names = [fact.name for fact in facts]
         self.committed = RestorePoint(
             step=record.step if record else 0,
@@ -63,11 +65,6 @@ class Ledger:
         self.due: set[str] = set()
         self._assembling: dict[VersionId, _Assembly] = {}
         self._durable: dict[str, list[VersionRef]] = {name: [] for name in names}
-
-    @property
-    def trained(self) -> tuple[LayerFacts, ...]:
-        """Layers that age."""
-        return tuple(fact for fact in self.facts if not fact.frozen)
 
     def issue(self, decision: int, layer: str, node_bytes: tuple[int, ...], earliest: int) -> None:
         """A decision chose `layer`; each node will hand over so many bytes, of a snapshot at `earliest` or later."""

@@ -1,10 +1,18 @@
 """Messages between the training ranks, the CheckpointActor and the ShardWriters. Scalars and names only, no tensors."""
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from storage.encoding import Encoding
 from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, ShardRef, VersionId, VersionRef
 from storage.shard_format import ShardMeta
+
+_EPSILON = 1e-12
+"""Smallest reference norm, so that a layer of zeros has a finite drift."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +73,30 @@ class Comeback:
     """How long ago that step was."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class LayerSums(NamedTuple):
+    """Sums over one whole layer, against the reference W_ref taken at its last snapshot."""
+
+    drift_sq: float
+    """Σ(W − W_ref)²."""
+    reference_sq: float
+    """ΣW_ref²."""
+    impact: float
+    """−Σ m̂(W − W_ref): what the loss would lose; NaN where the optimizer keeps no `exp_avg`."""
+
+    @property
+    def drift(self) -> float:
+        """‖W − W_ref‖₂ / ‖W_ref‖₂."""
+        return math.sqrt(self.drift_sq) / max(math.sqrt(self.reference_sq), _EPSILON)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
     """What rank 0 reports at a tick, after an all-reduce over the ranks."""
 
     attempt: int
     step: int
-    drifts: dict[str, float]
-    impacts: dict[str, float] | None
+    sums: npt.NDArray[np.float64]
+    """Of each trained layer, in the order of the worker group's facts: [layers, 3], columns as in `LayerSums`."""
     failed_hand_overs: tuple[str, ...] = ()
     """Layers of which a ShardWriter did not get a rank's shard."""
     unacknowledged: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from collections import deque
 
 from storage.decision import Candidate, Facts, Node, decide
 from storage.ledger import Ledger
-from storage.messages import Report
+from storage.messages import LayerSums, Report
 from storage.options import CheckpointOptions, parse_write_budget
 from storage.worker_group import WorkerGroup
 
@@ -47,18 +47,20 @@ class Pacer:
     def _facts(self, report: Report, ledger: Ledger, group: WorkerGroup) -> Facts:
         options, standing = self._options, report.hold or report.flush
         step = report.step if standing else report.step + options.interval_steps
+        sums = [LayerSums(*row) for row in report.sums.tolist()]
+        has_impacts = not any(math.isnan(of_layer.impact) for of_layer in sums)
         layers = tuple(
             Candidate(
                 name=fact.name,
                 bytes=self._encoded.get(fact.name, math.ceil(fact.bytes * self._encoded_share)),
                 step=ledger.newest_step_of(fact.name, at=step),
-                drift=report.drifts[fact.name],
-                impact=report.impacts[fact.name] if report.impacts is not None else None,
+                drift=of_layer.drift,
+                impact=of_layer.impact if has_impacts else None,
                 in_flight=fact.name in ledger.in_flight,
                 due=fact.name in ledger.due,
                 node_bytes=group.node_bytes[fact.name],
             )
-            for fact in ledger.trained
+            for fact, of_layer in zip(ledger.trained, sums, strict=True)
         )
         flying = [flight.node_bytes for flight in ledger.in_flight.values()]
         held = [sum(sizes[i] for sizes in flying) for i in range(len(group.nodes))]

@@ -1,6 +1,5 @@
 """Reads shards, see `storage.shard_format`. Stored bytes are not trusted, bounded before use, and never executed."""
 
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from storage.arrow_file import read_record_batch, record_batch_blocks
+from storage.arrow_file import parsing, read_record_batch, record_batch_blocks
 from storage.codecs import Base, Codec, codec_named, decode
 from storage.errors import CorruptObjectError, LayerCheckError
 from storage.object_store import ObjectStore
@@ -31,19 +30,6 @@ from storage.shard_format import (
 )
 from storage.store_common import translated
 
-# What Arrow raises for bytes that are no IPC file: its own errors, and Python's for sizes and names that make no sense.
-_PARSE_ERRORS = (
-    pa.ArrowException,
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    IndexError,
-    OverflowError,
-    MemoryError,
-    TypeError,
-    struct.error,
-)
 _LARGEST_READ = 4 * BATCH_BYTES  # nothing that a range read fetches at once (footer, batch) is larger
 
 
@@ -100,7 +86,7 @@ def _whole(store: ObjectStore, key: str, bytes: int, digest: str) -> Iterator[tu
             buffer = source.read_buffer(bytes)
     if buffer.size != bytes:
         raise CorruptObjectError(f"{key}: expected {bytes} bytes, got {buffer.size}; the object is truncated")
-    with _parsing(key):
+    with parsing(key, "a shard"):
         shard = _OpenShard(key, pa.BufferReader(buffer), bytes)
         rows = [row for batch in shard.batches for row in shard.rows(batch)]
         if (found := shard.checksums.digest()) != digest:
@@ -129,7 +115,7 @@ def read_range(
     """
     with store.open_reader(key) as source:
         _check_size(source, key, bytes)
-        with _parsing(key):
+        with parsing(key, "a shard"):
             shard = _OpenShard(key, pa.PythonFile(_BoundedFile(source, key, bytes), mode="r"), bytes)
             found = [tensor for tensor in shard.index.tensors if (tensor.name, tensor.kind) == (name, kind)]
             held = bool(found) and 0 <= first - found[0].first <= first - found[0].first + count <= found[0].count
@@ -141,7 +127,7 @@ def read_range(
         chunks = [c for c in tensor.chunks if c.first < first + count and first < c.first + c.count] or tensor.chunks[
             :1
         ]
-        with _parsing(key):
+        with parsing(key, "a shard"):
             read = {batch: list(shard.rows(batch)) for batch in sorted({chunk.batch for chunk in chunks})}
             rows = [read[chunk.batch][chunk.row] for chunk in chunks]
             part = _join(key, tensor, rows, tuple(chunks), base)
@@ -228,15 +214,6 @@ def _check_size(source: pa.NativeFile, key: str, expected: int) -> None:
         raise CorruptObjectError(
             f"{key}: expected {expected} bytes, got {size}; the object is truncated or another one"
         )
-
-
-@contextmanager
-def _parsing(key: str) -> Iterator[None]:
-    try:
-        yield
-    except _PARSE_ERRORS as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise CorruptObjectError(f"{key}: not a shard: {reason or type(error).__name__}") from error
 
 
 class _BoundedFile:

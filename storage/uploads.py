@@ -5,7 +5,7 @@ from collections.abc import Callable
 from storage.committer import Committer
 from storage.errors import TrainingError
 from storage.messages import Report, ShardOutcome
-from storage.records import VersionId
+from storage.records import Manifest, VersionId
 from storage.writer_group import ShardKey, WriterGroup
 
 
@@ -17,10 +17,10 @@ class Uploads:
     """
 
     def __init__(
-        self, commits: Committer, encoded: Callable[[str, int], None], give_up: Callable[[Exception], None]
+        self, commits: Committer, stored: Callable[[Manifest], None], give_up: Callable[[Exception], None]
     ) -> None:
-        """`encoded` hears of each version that is stored: layer and bytes."""
-        self._commits, self._encoded, self._give_up = commits, encoded, give_up
+        """`stored` hears of each version of which all shards are stored."""
+        self._commits, self._stored, self._give_up = commits, stored, give_up
         self._booked: set[ShardKey] = set()
         self._attempt = self._first_epoch = 0
 
@@ -47,7 +47,7 @@ class Uploads:
             self._commits.journal.wrote(outcome.shard.bytes)
             manifest = self._commits.ledger.shard_durable(version, outcome.world_size, outcome.shard)
             if manifest is not None:
-                self._encoded(version.layer, manifest.bytes)
+                self._stored(manifest)
                 self._commits.stored(manifest)
         if self._commits.ledger.committed.layers[version.layer].step < version.step:
             return None  # the writer keeps it for an actor that is restarted before the commit

@@ -4,7 +4,6 @@ Every rank calls the same methods in the same order; only rank 0 talks to the Ch
 except where training must stand still.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from storage.object_store import ObjectStore
 from storage.options import CheckpointOptions
 from storage.records import BaseVersion, LayerFacts
 from storage.shard_format import ShardTensor
-from workers.delta import DeltaMeter, drifts_and_impacts
+from workers.delta import DeltaMeter
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
 from workers.layers import Layer
@@ -265,16 +264,12 @@ class Checkpointer:
     def _report(self, step: int, sums: Tensor, *, hold: bool, flush: bool) -> Report:
         """What rank 0 tells the actor. `sums` as `_reduce` returns them."""
         assert self._attempt_facts is not None
-        values = drifts_and_impacts(sums)
-        names = [layer.name for layer in self._trained]
-        impacts = {name: impact for name, (_, impact) in zip(names, values, strict=True) if not math.isnan(impact)}
         untold, self._untold, self._told = self._untold, _Untold(), self._untold
         order, carried_out_step = self._carried or (None, 0)
         report = Report(
             attempt=self._attempt,
             step=step,
-            drifts={name: drift for name, (drift, _) in zip(names, values, strict=True)},
-            impacts=impacts if len(impacts) == len(names) else None,
+            sums=sums.numpy(),
             failed_hand_overs=tuple(sorted(untold.failed_hand_overs)),
             # What has just been carried out is not in the sums of this tick yet.
             unacknowledged=tuple(sorted(untold.unacknowledged.union(order.layers if order else ()))),

@@ -20,9 +20,6 @@ _RUN = 64
 _BATCH_RUNS = 2**17
 """Runs handled at once: bounds the scratch memory of an exact measurement to some 100 MB."""
 
-_EPSILON = 1e-12
-"""Smallest reference norm, so that a layer of zeros has a finite drift."""
-
 
 @dataclass(frozen=True)
 class _Piece:
@@ -159,16 +156,6 @@ class DeltaMeter:
         chosen = {index for index, name in enumerate(self._names) if name in layer_names}
         for batch in self._batches:
             batch.rebase(chosen)
-
-
-def drifts_and_impacts(summed: Tensor) -> list[tuple[float, float]]:
-    """Drift and impact of each layer from `DeltaMeter.measure` ([layers, 3]) summed over all ranks.
-
-    An impact is NaN where the optimizer keeps no `exp_avg`; both are NaN or infinite where weights are.
-    """
-    return [
-        (math.sqrt(moved) / max(math.sqrt(reference), _EPSILON), impact) for moved, reference, impact in summed.tolist()
-    ]
 
 
 def _pieces(

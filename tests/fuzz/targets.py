@@ -23,6 +23,7 @@ from storage.retention import Kept
 from storage.shard_format import DTYPES, Shard, ShardMeta
 from storage.shard_reader import read_range, read_shard
 from storage.store_common import ObjectInfo
+from tests.fuzz import segments
 from tests.fuzz.mutations import damaged, distorted
 from tests.fuzz.shards import KEY, META, Facts, Forgery, forged, honest
 from tests.helpers.records import golden_documents, ref
@@ -240,6 +241,19 @@ def _forged_document(rng: Random) -> Case:
     return Case(f"forged {type(document).__name__}", data, read)
 
 
+# --- history
+
+
+def _segment(rng: Random) -> Case:
+    data = damaged(rng, segments.DATA, _FILES)
+    return Case("history", data, lambda: _require(segments.reads_right(data), expected=True))
+
+
+def _forged_segment(rng: Random) -> Case:
+    data = segments.forged(rng)
+    return Case("forged history", data, lambda: _require(segments.is_usable(data), expected=True))
+
+
 MAKERS: Sequence[Callable[[Random], Case]] = (
     _whole_shard,
     _whole_shard,
@@ -250,6 +264,8 @@ MAKERS: Sequence[Callable[[Random], Case]] = (
     _document,
     _document,
     _forged_document,
+    _segment,
+    _forged_segment,
 )
 
 

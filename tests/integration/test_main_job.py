@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.cli import main
+from app.status import RunStatus
 from storage.catalog import Catalog
-from storage.object_store import open_object_store
+from storage.history import read_history
+from storage.object_store import ObjectStore, open_object_store
 from tests.helpers.runs import Runs, kill, run_whole, running, state_of, wait_for_step
 from tests.helpers.s3_server import S3Server, moto_server
 from workers.model import build_model
@@ -54,6 +56,7 @@ def test_a_killed_worker_on_s3(
     assert recovery.phases is not None
     assert recovery.phases.total == pytest.approx(recovery.seconds)
     assert all(seconds > 0 for _, seconds in recovery.phases), recovery.phases
+    check_history(store, outcome.status)
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
@@ -83,6 +86,24 @@ def test_a_killed_worker_on_s3(
         assert torch.equal(parameter.detach().flatten(), torch.from_numpy(stored[name, "param"])), name
     secrets = [info.key for info in store.list("") if b"testsecret" in store.read(info.key)]
     assert secrets == []
+
+
+def check_history(store: ObjectStore, status: RunStatus) -> None:
+    """Both attempts are told, every order led to a version, and their bytes are those written."""
+    history = read_history(store)
+    assert history.problems == []
+    first, second = ([tick for tick in history.ticks if tick.attempt == attempt] for attempt in (1, 2))
+    assert [tick.step for tick in first] == sorted(tick.step for tick in first)
+    (recovery,) = status.recoveries
+    assert first[-1].step >= recovery.restore_point >= second[0].step - 1
+    assert (history.ticks[-1].step, history.ticks[-1].flush) == (status.step, True)
+    assert {layer.name for layer in status.layers} == set(history.ticks[0].sums)
+    assert history.ticks[-1].sums["embedding"].drift >= 0
+    assert all(tick.seconds > 0 and tick.restore_point <= tick.step for tick in history.ticks)
+    stored = sum(version.bytes for tick in history.ticks for version in tick.durable)
+    assert 0 < status.bytes_written - stored <= 0.1 * status.bytes_written, "shards of versions never made whole"
+    ordered = {(name, tick.attempt) for tick in history.ticks for name in tick.chosen}
+    assert {(version.layer, tick.attempt) for tick in history.ticks for version in tick.durable} <= ordered
 
 
 def test_the_same_spec_again_says_that_the_run_has_finished(runs: Runs) -> None:

@@ -8,12 +8,12 @@ from app.gc import collect
 from app.verify import verify_run
 from storage.catalog import Catalog
 from storage.errors import CorruptObjectError, ObjectNotFoundError
-from storage.keys import EPOCHS, FAULTS, LAYERS, RECORDS
+from storage.keys import EPOCHS, FAULTS, HISTORY, LAYERS, RECORDS
 from storage.object_store import ObjectStore
 from tests.faults.campaign.recorder import digest_of_state
 from tests.helpers.runs import state_of_version
 
-KNOWN = (EPOCHS, RECORDS, FAULTS, LAYERS, "catalog/life/")
+KNOWN = (EPOCHS, RECORDS, FAULTS, HISTORY, LAYERS, "catalog/life/")
 
 
 @dataclass

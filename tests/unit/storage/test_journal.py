@@ -1,5 +1,6 @@
 """The journal: counters and stories that outlive an attempt, an epoch and the process."""
 
+import numpy as np
 import pytest
 
 from storage.journal import KEPT_INCIDENTS, Journal
@@ -9,7 +10,7 @@ from tests.helpers.records import record, ref
 
 
 def report(step: int, **changes) -> Report:
-    return Report(attempt=1, step=step, drifts={}, impacts=None, **changes)
+    return Report(attempt=1, step=step, sums=np.zeros((0, 3)), **changes)
 
 
 def recovery(attempt: int = 2) -> Recovery:

@@ -1,7 +1,9 @@
 """Milestones: all layers of one step, every so many steps, with uploads that take their time and sometimes fail."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 
 from storage.ledger import Ledger, RestorePoint
@@ -24,8 +26,8 @@ GROUP = WorkerGroup.of(
 
 
 def report(step: int) -> Report:
-    drifts = {name: 1e-3 * (number + 1) for number, name in enumerate(LAYERS)}
-    return Report(attempt=1, step=step, drifts=drifts, impacts=None)
+    drifts = [1e-3 * (number + 1) for number in range(len(LAYERS))]
+    return Report(attempt=1, step=step, sums=np.array([(drift**2, 1, math.nan) for drift in drifts]))
 
 
 def simulate(every: int | None, *, steps: int, latency: int, failing: float, mode: str = "adaptive"):

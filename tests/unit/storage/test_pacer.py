@@ -1,5 +1,9 @@
 """The pacer counts encoded bytes: an estimate first, then what the last version of each layer took."""
 
+import math
+
+import numpy as np
+
 from storage.ledger import Ledger
 from storage.messages import AttemptFacts, Report
 from storage.options import CheckpointOptions
@@ -20,7 +24,7 @@ def chosen(share: float, encoded: dict[str, int], budget: str = "1/4") -> tuple[
     layers = facts(*NAMES)
     base = BaseVersion(source="m", digest="d")
     group = AttemptFacts(node_of_rank=("n",), facts=layers, shard_bytes=dict.fromkeys(NAMES, (LAYER_BYTES,)), base=base)
-    report = Report(attempt=1, step=1, drifts={name: 1.0 - 0.1 * i for i, name in enumerate(NAMES)}, impacts=None)
+    report = Report(attempt=1, step=1, sums=np.array([((1 - 0.1 * i) ** 2, 1, math.nan) for i in range(len(NAMES))]))
     return pacer.decide(report, Ledger(layers, 50, None), WorkerGroup.of(group))[1]
 
 

@@ -133,11 +133,12 @@ def test_what_later_epochs_left_is_left_to_them() -> None:
 
 def test_unfinished_uploads_of_the_attempt_under_way_are_waited_for() -> None:
     newest = record({"a": ref("a", 3)}, totals=Totals(attempts=2))
-    waited_for = {keys.shard("a", 4, 1, 2, 0, 1), keys.epoch_life(3), keys.epoch_claim(4)}
+    waited_for = {keys.shard("a", 4, 1, 2, 0, 1), keys.epoch_life(3), keys.epoch_claim(4), keys.history(3, 7)}
     left = {
         keys.shard("a", 4, 1, 1, 0, 1),
         keys.shard("a", 3, 1, 2, 0, 1),  # stored by another try
         keys.epoch_life(2),
+        keys.history(2, 0),
         keys.record(2, 5),
         keys.probe("x"),
         "",
@@ -149,7 +150,7 @@ def test_unnamed_objects_are_found_and_the_catalog_is_left_alone() -> None:
     kept = record({"a": ref("a", 3)}, seq=3, totals=LATER)
     old = record({"a": ref("a", 2)}, seq=2)
     orphans = objects_of("a", 3, attempt=2) | objects_of("a", 2) | {keys.shard("gone", 1, 1, 1, 0, 2)}
-    catalog = {keys.epoch_claim(1), keys.epoch_life(1), keys.record(1, 3)}
+    catalog = {keys.epoch_claim(1), keys.epoch_life(1), keys.record(1, 3), keys.history(1, 0), keys.history(2, 0)}
     listed = sorted(objects_of("a", 3) | orphans | catalog | {keys.record(1, 2)})
     assert swept([*listed, keys.probe("p")], [kept, old]) == orphans | {keys.record(1, 2), keys.probe("p")}
 

@@ -4,13 +4,14 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.local_store import LocalStore
 from storage.messages import AttemptFacts, Order, Report, ShardOutcome
-from storage.records import BaseVersion, VersionId
+from storage.records import BaseVersion, Manifest, VersionId
 from storage.uploads import Uploads
 from storage.writer_group import ShardKey
 from tests.helpers.records import LAYER_BYTES, actor_setup, facts, shard
@@ -48,8 +49,8 @@ class Run:
         )
         self.commits.begin_attempt(group)
         self.errors: list[Exception] = []
-        self.encoded: dict[str, int] = {}
-        self.uploads = Uploads(self.commits, self.encoded.__setitem__, self.errors.append)
+        self.stored: list[Manifest] = []
+        self.uploads = Uploads(self.commits, self.stored.append, self.errors.append)
         self.uploads.begin_attempt(ATTEMPT, EPOCH)
         self.writers = Heard()
         self.ledger = self.commits.ledger
@@ -60,7 +61,7 @@ class Run:
         self.report(carried_out=Order(decision=1, epoch=EPOCH, attempt=ATTEMPT, layers=("a",)), unacknowledged=("a",))
 
     def report(self, **changes) -> None:
-        sums = Report(attempt=ATTEMPT, step=STEP, drifts={}, impacts=None, carried_out_step=STEP, **changes)
+        sums = Report(attempt=ATTEMPT, step=STEP, sums=np.zeros((0, 3)), carried_out_step=STEP, **changes)
         self.uploads.take_report(sums, EPOCH, self.writers, WORLD)
 
     def outcome(self, rank: int, *, problem: str | None = None, **changes) -> ShardKey | None:
@@ -123,7 +124,7 @@ def test_a_stored_shard_is_not_missed(run: Run) -> None:
     run.writers.say(set())
     run.report()
     assert run.ledger.in_flight["a"].stored
-    assert run.encoded == {"a": LAYER_BYTES}
+    assert [(manifest.version, manifest.bytes) for manifest in run.stored] == [(VERSION, LAYER_BYTES)]
     assert run.kinds == []
 
 

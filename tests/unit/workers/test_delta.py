@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from storage.messages import LayerSums
 from tests.unit.workers.models import take_steps, tiny
-from workers.delta import DeltaMeter, drifts_and_impacts
+from workers.delta import DeltaMeter
 from workers.layers import find_layers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
@@ -103,6 +104,10 @@ def test_sample_estimates_the_sums_and_does_not_depend_on_the_number_of_ranks() 
     assert not torch.equal(other[:, 1], measured[1][:, 1])
 
 
+def layer_sums(measured: torch.Tensor) -> list[LayerSums]:
+    return [LayerSums(*row) for row in measured.tolist()]
+
+
 def test_reference_is_as_small_as_asked() -> None:
     model = wide()
     layers = find_layers(model)
@@ -143,7 +148,7 @@ def test_frozen_layers_and_unowned_layers_are_zero() -> None:
 def test_before_the_first_step_nothing_has_moved() -> None:
     model = tiny("llama")
     sums = meters(model, build_optimizer(model, OPTIONS), 1, 1.0)[0].measure()
-    assert [(drift, impact) for drift, impact in drifts_and_impacts(sums)] == [(0, 0)] * 4
+    assert [(of_layer.drift, of_layer.impact) for of_layer in layer_sums(sums)] == [(0, 0)] * 4
 
 
 def test_optimizer_without_exp_avg_has_no_impact_but_a_drift() -> None:
@@ -151,20 +156,19 @@ def test_optimizer_without_exp_avg_has_no_impact_but_a_drift() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = meters(model, optimizer, 1, 1.0)[0]
     take_steps(model, optimizer)
-    for drift, impact in drifts_and_impacts(meter.measure()):
-        assert drift > 0
-        assert math.isnan(impact)
+    for of_layer in layer_sums(meter.measure()):
+        assert of_layer.drift > 0
+        assert math.isnan(of_layer.impact)
 
 
-def test_drifts_and_impacts() -> None:
-    summed = torch.tensor([[9.0, 4.0, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, -1.0]], dtype=torch.float64)
-    assert drifts_and_impacts(summed) == [(1.5, 0.5), (0.0, 0.0), (1e12, -1.0)]
+def test_drifts() -> None:
+    assert [LayerSums(*row).drift for row in ((9.0, 4.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, -1.0))] == [1.5, 0.0, 1e12]
 
 
 def test_a_nan_weight_shows() -> None:
     model = tiny("llama")
     meter = meters(model, build_optimizer(model, OPTIONS), 1, 1.0)[0]
     model.lm_head.weight.data[3, 3] = math.nan
-    drifts = [drift for drift, _ in drifts_and_impacts(meter.measure())]
+    drifts = [of_layer.drift for of_layer in layer_sums(meter.measure())]
     assert math.isnan(drifts[-1])
     assert drifts[:-1] == [0, 0, 0]
