@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup ## train a small model, kill a worker, watch the run recover (two minutes)
-	@for old in runs/quickstart runs/quickstart-model; do \
+	@for old in runs/quickstart runs/quickstart-model runs/quickstart.html; do \
 	  if [ -e $$old ]; then echo "removing $$old of an earlier quickstart"; rm -r $$old; fi; done
 	$(BIN)/python -m app run jobs/quickstart.yaml
+	$(BIN)/python -m app report runs/quickstart -o runs/quickstart.html
 
 test: setup ## run all tests (those marked gpu only where there is one)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

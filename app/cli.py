@@ -65,6 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     export = run_command("export", _export, "write a restore point as a Hugging Face model folder")
     export.add_argument("dir", metavar="DIR", type=Path, help="folder to write; must be absent or empty")
     export.add_argument("--step", type=int, metavar="N", help="of the restore point (`status`); default: the newest")
+    report = run_command("report", _report, "write one HTML page about a run, which opens offline")
+    report.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="(default: %(default)s)"
+    )
+    report.add_argument(
+        "--against", metavar="OTHER_RUN", help="a run to show beside it, such as one that met no failure"
+    )
     gc = run_command("gc", _gc, "delete what no retained restore point needs")
     gc.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     command("schema", _schema, "list the job spec's fields: type, default, meaning")
@@ -109,7 +116,11 @@ def split_run(run: str) -> tuple[str, str]:
 
 
 def _store(args: argparse.Namespace) -> ObjectStore:
-    url, name = split_run(args.run)
+    return _store_of(args.run, args)
+
+
+def _store_of(run: str, args: argparse.Namespace) -> ObjectStore:
+    url, name = split_run(run)
     options = StorageOptions(url=url, s3=S3Options(endpoint=args.endpoint, region=args.region))
     return open_object_store(options, name)
 
@@ -167,6 +178,16 @@ def _export(args: argparse.Namespace) -> int:
 
     step = export_run(_store(args), args.dir, args.step)
     _show(args, {"step": step, "dir": str(args.dir)}, f"wrote the model of step {step} to {args.dir}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from app.report.page import write_report  # noqa: PLC0415 - matplotlib: a second that others need not wait
+
+    size = write_report(_store(args), args.output, _store_of(args.against, args) if args.against else None)
+    _show(
+        args, {"file": str(args.output), "bytes": size}, f"wrote {args.output}, {decimal(size)}: open it in a browser"
+    )
     return 0
 
 

@@ -1,0 +1,1 @@
+"""The run report: one page that opens offline."""
