@@ -98,6 +98,8 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
 @contextmanager
 def _ray(spec: JobSpec) -> Iterator[None]:
     """Join the cluster this job was submitted to, or start Ray here; leave what was running as it was."""
+    # The CheckpointActor watches for notices itself; Ray Train's watcher costs a process for each worker group.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     if ray.is_initialized():
         yield
         return

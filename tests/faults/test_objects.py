@@ -16,6 +16,7 @@ from tests.helpers.runs import Runs, run, run_whole
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # start-ups of Ray take most of it
 
 STEPS = 12
+ALONE = {"workers": 1}
 
 
 def truncate(path: Path) -> None:
@@ -46,10 +47,10 @@ class Left:
         self.record: Record = runs.newest(f"interrupted-{mode}")
         assert 1 < self.record.step < STEPS
 
-    def copy(self, to: Path) -> tuple[JobSpec, ObjectStore]:
+    def copy(self, to: Path, **sections: object) -> tuple[JobSpec, ObjectStore]:
         """The run, moved to another storage folder, as a spec to submit again."""
         shutil.copytree(self._runs.folder / "runs" / f"interrupted-{self._mode}", to / f"interrupted-{self._mode}")
-        spec = spec_of(self._runs, self._mode, storage={"url": str(to)})
+        spec = spec_of(self._runs, self._mode, storage={"url": str(to)}, **sections)
         return spec, open_object_store(spec.storage, spec.name)
 
 
@@ -81,7 +82,7 @@ def test_damaged_shards_fall_back_to_the_versions_before(adaptive: Left, tmp_pat
 
 
 def test_in_mode_full_a_damaged_shard_falls_back_to_the_restore_point_before(full: Left, tmp_path: Path) -> None:
-    spec, store = full.copy(tmp_path)
+    spec, store = full.copy(tmp_path, scaling=ALONE)
     ref = full.record.layers["block-01"]
     truncate(Path(store.url) / Catalog(store).read_manifest(ref).shards[0].key)
     status = run_whole(spec).status
@@ -90,7 +91,7 @@ def test_in_mode_full_a_damaged_shard_falls_back_to_the_restore_point_before(ful
 
 
 def test_when_nothing_can_be_read_the_object_is_named(full: Left, tmp_path: Path) -> None:
-    spec, store = full.copy(tmp_path)
+    spec, store = full.copy(tmp_path, scaling=ALONE)
     for path in Path(store.url).glob("layers/**/*.arrow"):
         path.unlink()
     # The newest record and the versions before it only: the earliest ones fall back to the base, which needs no object.

@@ -41,6 +41,7 @@ def spec_of(runs: Runs, proxy: S3Proxy, bucket: str) -> JobSpec:
         "bad-days",
         storage={"url": storage.url, "s3": s3},
         training={"steps": STEPS},
+        scaling={"workers": 1},
         checkpoint={"max_lag": MAX_LAG},
         failures={"store_outage_s": 4.0},
     )

@@ -33,6 +33,9 @@ from tests.helpers.tiny import tiny_tokenizer, write_tiny_chat, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
+NAN_AT_5 = {"step": 5, "point": "backward", "action": "nan"}
+"""A fault: a gradient of step 5 becomes NaN."""
+
 State = dict[tuple[str, str], npt.NDArray[np.generic]]
 """(tensor, kind) -> all elements, flat."""
 

@@ -1,4 +1,4 @@
-"""The main job on an S3 server, codec `delta`: a worker killed from outside, and what the command line then tells."""
+"""The main job on S3, codec `delta`: a worker killed from outside, what the command line tells, a finished run."""
 
 import json
 from collections.abc import Iterator
@@ -84,8 +84,11 @@ def test_a_killed_worker_on_s3(
     stored = state_of(store, newest, model_base(build_model(spec.model, spec.training.seed)))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach().flatten(), torch.from_numpy(stored[name, "param"])), name
-    secrets = [info.key for info in store.list("") if b"testsecret" in store.read(info.key)]
-    assert secrets == []
+    contents = {info.key: store.read(info.key) for info in store.list("")}
+    assert [key for key, content in contents.items() if b"testsecret" in content] == []
+
+    assert run_whole(spec).had_finished
+    assert {info.key: store.read(info.key) for info in store.list("")} == contents
 
 
 def check_history(store: ObjectStore, status: RunStatus) -> None:
@@ -101,17 +104,6 @@ def check_history(store: ObjectStore, status: RunStatus) -> None:
     assert history.ticks[-1].sums["embedding"].drift >= 0
     assert all(tick.seconds > 0 and tick.restore_point <= tick.step for tick in history.ticks)
     stored = sum(version.bytes for tick in history.ticks for version in tick.durable)
-    assert 0 < status.bytes_written - stored <= 0.1 * status.bytes_written, "shards of versions never made whole"
+    assert 0 <= status.bytes_written - stored <= 0.1 * status.bytes_written, "shards of versions never made whole"
     ordered = {(name, tick.attempt) for tick in history.ticks for name in tick.chosen}
     assert {(version.layer, tick.attempt) for tick in history.ticks for version in tick.durable} <= ordered
-
-
-def test_the_same_spec_again_says_that_the_run_has_finished(runs: Runs) -> None:
-    spec = runs.spec("twice", training={"steps": 3})
-    run_whole(spec)
-    before = {path: path.stat().st_mtime_ns for path in Path(spec.storage.url, "twice").rglob("*") if path.is_file()}
-    again = run_whole(spec)
-    assert again.had_finished
-    assert before == {
-        path: path.stat().st_mtime_ns for path in Path(spec.storage.url, "twice").rglob("*") if path.is_file()
-    }

@@ -1,0 +1,444 @@
+"""What a restart from the composite costs in held-out loss, by policy: many failures, simulated in one process.
+
+    python -m benchmarks.fidelity --model models/smollm2 --data .../gsm8k/train.jsonl --seeds 0 1 2 --failures 60 90
+
+One failure-free run is trained for each seed. Beside it each policy keeps what it would have persisted, by the
+project's own decision, sampled deltas and codecs, with a decision carried out one tick after it was taken and a
+snapshot durable one tick later. At each failure step every policy's composite is restored and trained on
+for `--after` steps; its held-out loss is then compared with the failure-free run's at the same step. Everything that
+is not the policy (data, seeds, arithmetic) is the same, so the difference is the policy's.
+"""
+
+import argparse
+import copy
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from app.job_spec import JobSpec, load_spec
+from benchmarks.record import write_record
+from storage.codecs import codec_named, decode
+from storage.decision import Candidate, Facts, decide
+from storage.encoding import encoding_of, largest_share
+from storage.messages import LayerSums
+from storage.options import CheckpointOptions, S3Options, parse_write_budget
+from storage.shard_format import CODEC_RAW
+from workers.data import load_data
+from workers.delta import DeltaMeter
+from workers.layers import find_layers
+from workers.model import build_model, load_tokenizer
+from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.slices import cut
+from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
+from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
+
+CHUNK = 2**21
+"""Elements encoded at once: 8 MiB, as in a shard."""
+
+LATENCY = 2
+"""Steps from a decision to durable."""
+
+State = dict[str, list[Tensor]]
+"""Layer -> its tensors, in the order of `slice_tensors`."""
+
+
+class Lab:
+    """One model in training, with views of its layer states."""
+
+    def __init__(self, spec: JobSpec, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.training = spec.training
+        data = load_data(spec.data, load_tokenizer(spec.model, spec.data), S3Options())
+        self.examples, self.held_out = data.train, data.held_out
+        model = build_model(spec.model, spec.training.seed)
+        self.optimizer = build_optimizer(model, spec.training)
+        self.layers = find_layers(model, spec.model.layers)
+        self.slices = [cut(layer, model, 0, 1) for layer in self.layers]
+        self.views: dict[str, list[StateTensor]] = {
+            layer.name: slice_tensors(part, layer, model, self.optimizer)
+            for layer, part in zip(self.layers, self.slices, strict=True)
+        }
+        self.bytes = {layer.name: layer_bytes(layer, model, self.optimizer) for layer in self.layers}
+        self.base = copy.deepcopy(self.save())
+        self.base_elements = model_base(copy.deepcopy(model))
+        self.trainee = Trainee(
+            DistributedDataParallel(model), self.optimizer, spec.training, torch.device("cpu"), pad_id=0
+        )
+        self.total_steps = spec.training.steps or 0
+
+    def save(self) -> State:
+        """A copy of every layer state."""
+        return {name: self.copy_of(name) for name in self.views}
+
+    def copy_of(self, layer: str) -> list[Tensor]:
+        """A copy of one layer state."""
+        return [part.tensor.clone() for part in self.views[layer]]
+
+    def load(self, state: State) -> None:
+        """Fill model and optimizer in place."""
+        for name, parts in state.items():
+            for view, part in zip(self.views[name], parts, strict=True):
+                view.tensor.copy_(part)
+
+    def step(self, step: int) -> float:
+        """One optimizer step; returns the mean loss of its label tokens."""
+        loss, labels, _ = forward_backward(self.trainee, self.examples, step)
+        clipped_gradient_norm(self.trainee)
+        set_learning_rate(self.optimizer, learning_rate(step, self.total_steps, self.training))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return loss / labels
+
+    def evaluate(self) -> float:
+        """Held-out loss."""
+        return held_out_loss(self.trainee, self.held_out, None)
+
+    def meter(self, options: CheckpointOptions) -> DeltaMeter:
+        """A meter of its own for one policy."""
+        model = self.trainee.model.module
+        return DeltaMeter(
+            self.layers, self.slices, model, self.optimizer, options.reference_fraction, self.training.seed
+        )
+
+
+@dataclass
+class Replica:
+    """What one policy has persisted of the run that it watches."""
+
+    name: str
+    lab: Lab
+    options: CheckpointOptions
+    full_every: int | None = None
+    """A full checkpoint every so many steps, instead of layers: what users have today."""
+    durable: dict[str, tuple[int, list[Tensor]]] = field(init=False)
+    bytes_written: int = 0
+    ticks: int = 0
+
+    def __post_init__(self) -> None:
+        self.durable = {name: (0, parts) for name, parts in self.lab.base.items()}
+        self._flying: dict[str, tuple[int, list[Tensor]]] = {}
+        self._issued = dict.fromkeys(self.lab.bytes, 0)
+        self._chosen: tuple[str, ...] = ()
+        self._tokens = 0.0
+        self._meter = self.lab.meter(self.options)
+        self._encoding = encoding_of(self.options)
+        self._share = largest_share(self.options, "float32")
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def newest(self) -> dict[str, tuple[int, list[Tensor]]]:
+        """What a failure now leaves: what was accepted still lands."""
+        return self.durable | self._flying
+
+    @property
+    def restore_point(self) -> int:
+        """Step after which training would resume."""
+        return max(step for step, _ in self.newest.values())
+
+    def ages(self) -> list[int]:
+        """Of each layer, in steps."""
+        return [self.restore_point - step for step, _ in self.newest.values()]
+
+    def tick(self, step: int) -> None:
+        """Land what was snapshot at the tick before, snapshot what was chosen then, decide for the next tick."""
+        self.ticks += 1
+        self.durable |= self._flying
+        self._flying = {name: (step, self.lab.copy_of(name)) for name in self._chosen}
+        self._meter.rebase(self._chosen)
+        self.bytes_written += sum(self._size(name) for name in self._chosen)
+        if self.full_every is not None:
+            self._chosen = tuple(self.lab.bytes) if (step + 1) % self.full_every == 0 else ()
+        else:
+            self._chosen = self._decide(step)
+        self._issued |= dict.fromkeys(self._chosen, step + 1)
+
+    def _decide(self, step: int) -> tuple[str, ...]:
+        sums = dict(zip(self.lab.bytes, self._meter.measure().tolist(), strict=True))
+        measured = {name: LayerSums(*row) for name, row in sums.items()}
+        candidates = tuple(
+            Candidate(
+                name=name,
+                bytes=self._sizes.get(name, math.ceil(size * self._share)),
+                step=self._issued[name],
+                drift=measured[name].drift,
+                impact=measured[name].impact,
+                in_flight=name in self._flying,
+            )
+            for name, size in self.lab.bytes.items()
+        )
+        _, share = parse_write_budget(self.options.write_budget)
+        decision = decide(
+            Facts(
+                step=step + 1,
+                interval_steps=1,
+                layers=candidates,
+                staleness_bound_steps=self.options.staleness_bound_steps,
+                max_lag=self.options.max_lag,
+                latency_steps=LATENCY,
+                newest_step=max(self._issued.values()),
+                tokens=self._tokens,
+                refill_bytes=share * sum(self.lab.bytes.values()),
+                criterion=self.options.criterion,
+                threshold=self.options.threshold,
+            )
+        )
+        self._tokens = decision.tokens
+        return decision.layers
+
+    def composite(self) -> State:
+        """Every layer's newest durable version, as the codec gives it back."""
+        return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in self.newest.items()}
+
+    def failed(self) -> None:
+        """The training processes are gone: what was chosen is never snapshot."""
+        self.durable, self._flying, self._chosen = self.newest, {}, ()
+        self._issued = {name: step for name, (step, _) in self.durable.items()}
+
+    def restarted(self) -> None:
+        """W_ref after a restart is what was restored."""
+        self._meter.rebase(tuple(self.lab.bytes))
+
+    def _size(self, layer: str) -> int:
+        if layer not in self._sizes:
+            self._sizes[layer] = sum(len(payload) for _, payload in self._encoded(layer, self.lab.copy_of(layer)))
+        return self._sizes[layer]
+
+    def _encoded(self, layer: str, parts: list[Tensor]) -> Iterator[tuple[tuple[int, int, str], bytes]]:
+        for index, (view, part) in enumerate(zip(self.lab.views[layer], parts, strict=True)):
+            name, values = self._encoding.codec_of(view.kind), to_numpy(part)
+            for first in range(0, values.size, CHUNK):
+                chunk = np.ascontiguousarray(values[first : first + CHUNK])
+                payload = None
+                if name != CODEC_RAW:
+                    codec = codec_named(name)
+                    payload = codec.encode(
+                        chunk, dtype_name(part), self._base_of(view, first, chunk.size, codec.needs_base)
+                    )
+                yield (index, first, name), chunk.tobytes() if payload is None else payload
+
+    def _base_of(self, view: StateTensor, first: int, count: int, needed: bool) -> Any:
+        return self.lab.base_elements(view.name, view.first + first, count) if needed else None
+
+    def _decoded(self, layer: str, parts: list[Tensor]) -> list[Tensor]:
+        if not self._encoding.needs_base:  # raw and lossless give back every bit
+            return parts
+        found = [part.clone() for part in parts]
+        for (index, first, name), payload in self._encoded(layer, parts):
+            if name == CODEC_RAW:
+                continue
+            view, part = self.lab.views[layer][index], parts[index]
+            count = min(CHUNK, part.numel() - first)
+            base = self._base_of(view, first, count, codec_named(name).needs_base)
+            values = decode(memoryview(payload), name, dtype_name(part), count, base)
+            found[index][first : first + count] = from_numpy(values, dtype_name(part))
+        return found
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy by name, and how its replica is made."""
+
+    name: str
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    full_every: int | None = None
+
+    def watch(self, lab: Lab) -> Replica:
+        """Begin to persist the run of `lab`."""
+        return Replica(self.name, lab, CheckpointOptions(**self.checkpoint), self.full_every)
+
+
+COARSE = {"weight_bits": 2, "exp_avg_bits": 2, "exp_avg_sq_bits": 4}
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("raw 1/22.6 impact", {"write_budget": "1/22.6"}),
+        Policy("raw 1/22.6 drift", {"write_budget": "1/22.6", "criterion": "drift"}),
+        Policy("raw 1/22.6 oldest", {"write_budget": "1/22.6", "criterion": "oldest"}),
+        Policy("raw 1/22.6 impact, threshold 5e-4", {"write_budget": "1/22.6", "threshold": 5e-4}),
+        Policy("lossless 1/22.6 impact", {"write_budget": "1/22.6", "codec": "lossless"}),
+        Policy("delta 4/4/8 1/22.6 impact", {"write_budget": "1/22.6", "codec": "delta"}),
+        Policy("delta 4/4/8 1/22.6 oldest", {"write_budget": "1/22.6", "codec": "delta", "criterion": "oldest"}),
+        Policy(
+            "delta 2/2/4 1/22.6 oldest",
+            {"write_budget": "1/22.6", "codec": "delta", "delta": COARSE, "criterion": "oldest"},
+        ),
+        Policy("delta 4/4/8 1/100 impact", {"write_budget": "1/100", "codec": "delta"}),
+        Policy("delta 4/4/8 1/100 oldest", {"write_budget": "1/100", "codec": "delta", "criterion": "oldest"}),
+        Policy("delta 2/2/4 1/100 impact", {"write_budget": "1/100", "codec": "delta", "delta": COARSE}),
+        Policy("full every 23 steps", full_every=23),
+    )
+}
+
+
+@dataclass
+class Recovery:
+    """One simulated failure."""
+
+    policy: str
+    seed: int
+    failure: int
+    restore_point: int
+    max_age: int
+    mean_age: float
+    reduction: float
+    restored_loss: float
+    """Held-out loss of the composite, before any further step."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Held-out loss by step, after the restart."""
+
+
+def study(spec: JobSpec, policies: list[Policy], failures: list[int], after: int, threads: int) -> dict[str, Any]:
+    """One seed: the failure-free run, and every policy's recovery at every failure step."""
+    lab = Lab(spec, threads)
+    replicas = [policy.watch(lab) for policy in policies]
+    last = max(failures) + after
+    checks = sorted({0, last, *range(5, last, 5), *(f + after // 2 for f in failures), *(f + after for f in failures)})
+    alone: dict[int, float] = {0: lab.evaluate()}
+    training: dict[int, float] = {}
+    recoveries = []
+    for step in range(1, last + 1):
+        training[step] = lab.step(step)
+        for replica in replicas:
+            replica.tick(step)
+        if step in checks:
+            alone[step] = lab.evaluate()
+            say(f"seed {spec.training.seed} step {step}: training {training[step]:.4f}, held out {alone[step]:.4f}")
+        if step in failures:
+            here = lab.save()
+            recoveries += [recover(lab, replica, step, after, spec.training.seed) for replica in replicas]
+            lab.load(here)
+    return {
+        "seed": spec.training.seed,
+        "alone": alone,
+        "training": training,
+        "recoveries": [vars(r) for r in recoveries],
+    }
+
+
+def recover(lab: Lab, replica: Replica, failure: int, after: int, seed: int) -> Recovery:
+    """Restore a policy's composite and train on; the replica goes on watching the failure-free run."""
+    lab.load(replica.composite())
+    point, ages = replica.restore_point, replica.ages()
+    written = replica.bytes_written or 1
+    found = Recovery(
+        policy=replica.name,
+        seed=seed,
+        failure=failure,
+        restore_point=point,
+        max_age=max(ages),
+        mean_age=statistics.mean(ages),
+        reduction=replica.ticks * sum(lab.bytes.values()) / written,
+        restored_loss=lab.evaluate(),
+    )
+    for step in range(point + 1, failure + after + 1):
+        lab.step(step)
+        if step in (failure + after // 2, failure + after):
+            found.losses[step] = lab.evaluate()
+    ages_told = f"ages {found.mean_age:.1f}/{found.max_age}"
+    losses = f"{found.restored_loss:.4f} {found.losses}"
+    say(f"  {replica.name}: restored {point}, {ages_told}, {found.reduction:.1f}x, {losses}")
+    return found
+
+
+def chain(spec: JobSpec, policy: Policy, failures: list[int], after: int, threads: int) -> dict[str, Any]:
+    """One run that fails at each of `failures` and goes on from its own composite each time."""
+    lab = Lab(spec, threads)
+    replica = policy.watch(lab)
+    last = max(failures) + after
+    losses: dict[int, float] = {}
+    step, left = 0, sorted(failures)
+    while step < last:
+        step += 1
+        lab.step(step)
+        replica.tick(step)
+        if left and step == left[0]:
+            left.pop(0)
+            replica.failed()
+            lab.load(replica.composite())
+            replica.restarted()
+            step = replica.restore_point
+        elif step == last or step in failures:
+            losses[step] = lab.evaluate()
+    reduction = replica.ticks * sum(lab.bytes.values()) / replica.bytes_written
+    say(f"{policy.name}, {len(failures)} failures in one run: {reduction:.1f}x, {losses}")
+    return {
+        "policy": policy.name,
+        "seed": spec.training.seed,
+        "failures": failures,
+        "reduction": reduction,
+        "losses": losses,
+    }
+
+
+def deviations(study: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(policy, deviation in per cent) at every step that was evaluated after a restart."""
+    for recovery in study["recoveries"]:
+        for step, loss in recovery["losses"].items():
+            yield recovery["policy"], 100 * (loss / study["alone"][step] - 1)
+
+
+def report(studies: list[dict[str, Any]]) -> None:
+    """Deviation by policy over seeds, failures and steps after."""
+    found: dict[str, list[float]] = {}
+    for one in studies:
+        for policy, percent in deviations(one):
+            found.setdefault(policy, []).append(percent)
+    for policy, percents in found.items():
+        reductions = [r["reduction"] for one in studies for r in one["recoveries"] if r["policy"] == policy]
+        spread = statistics.stdev(percents) if len(percents) > 1 else 0.0
+        print(
+            f"{policy:36} {min(reductions):6.1f}x  mean {statistics.mean(percents):+.3f} %  sd {spread:.3f}  "
+            f"largest {max(percents, key=abs):+.3f} %  (n={len(percents)})"
+        )
+
+
+def say(text: str) -> None:
+    """Progress, with the time: a study takes an hour on two cores."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def main() -> None:
+    """Parse, study, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spec", default="jobs/smollm2-gsm8k.yaml", help="job spec with everything else")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--data", required=True, help="JSONL of questions and answers, or of messages")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--failures", type=int, nargs="+", default=[60, 90], help="steps at which every policy fails")
+    parser.add_argument("--after", type=int, default=20, help="steps trained after a failure")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="of: " + "; ".join(POLICIES))
+    parser.add_argument("--chain", nargs="*", type=int, default=[], help="also fail at all these steps in one run")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], help="more settings, as FIELD=VALUE of the job spec")
+    parser.add_argument("--name", default="fidelity", help="name of the record")
+    args = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policies = [POLICIES[name] for name in args.policies]
+    studies, chains = [], []
+    for seed in args.seeds:
+        spec = spec_of(args, seed)
+        if args.failures != [0]:
+            studies.append(study(spec, policies, args.failures, args.after, args.threads))
+            report(studies)
+        if args.chain:
+            chains += [chain(spec, policy, args.chain, args.after, args.threads) for policy in policies]
+        print(f"record: {write_record(args.name, {'arguments': vars(args), 'studies': studies, 'chains': chains})}")
+
+
+def spec_of(args: argparse.Namespace, seed: int) -> JobSpec:
+    """The job whose model, data and training are studied."""
+    where = [f"model.path={args.model}", f"data.path={args.data}"]
+    return load_spec(args.spec, [*where, f"training.seed={seed}", *args.set])
+
+
+if __name__ == "__main__":
+    main()
