@@ -111,7 +111,7 @@ def test_a_writer_and_the_actor_killed_at_every_point(runs: Runs, truth: dict[in
         "no mixed steps: a test of nothing"
     )
     versions = {ref for point in restorable.records for ref in point.named() if ref.step in truth}
-    assert len(versions) >= STEPS
+    assert len(versions) >= STEPS // 2, "too few of known steps"
     for version in versions:
         stored = state_of_version(store, version)
         assert differing(stored, {key: truth[version.step][key] for key in stored}) == [], version.manifest_key
