@@ -19,6 +19,7 @@ from rich.filesize import decimal
 
 from app.gc import collect
 from app.job_spec import JobSpec, load_spec
+from app.plan import SHOWN, plan_document, plan_run, plan_table
 from app.quiet import quiet_libraries, quiet_stdout
 from app.schema import fields_of, render_schema
 from app.status import read_status
@@ -74,6 +75,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     gc = run_command("gc", _gc, "delete what no retained restore point needs")
     gc.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    plan = run_command("plan", _plan, "predict bytes, ages and impact of other settings from what a run recorded")
+    for name, kind, help_text in (
+        ("--write-budget", str, 'share of the full state per tick ("1/100"), or a rate ("50 MB/s")'),
+        ("--criterion", str, "what ranks layers that are not due: drift, impact, oldest"),
+        ("--threshold", _number_or_none, "drift below which a layer waits for its deadline; none: no threshold"),
+        ("--staleness-bound-steps", int, "largest age of a layer in a restore point"),
+        ("--codec", str, "raw, lossless, delta"),
+    ):
+        plan.add_argument(name, type=kind, default=argparse.SUPPRESS, help=f"{help_text} (default: as the run)")
     command("schema", _schema, "list the job spec's fields: type, default, meaning")
     return parser
 
@@ -138,6 +148,20 @@ def _status(args: argparse.Namespace) -> int:
     status = read_status(_store(args))
     _show(args, status.model_dump(mode="json"), Group(summary(status), layer_table(status)))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    changes = {name: getattr(args, name) for name in SHOWN if hasattr(args, name)}
+    plan = plan_run(_store(args), changes)
+    _show(args, plan_document(plan), plan_table(plan))
+    return 0
+
+
+def _number_or_none(text: str) -> float | None:
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or none, got {text!r}") from None
 
 
 def _schema(args: argparse.Namespace) -> int:

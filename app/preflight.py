@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from app.budget import check_budget
 from app.job_spec import JobSpec
 from app.resources import check_cluster, check_gpus
 from app.spec_identity import differing_fields, public_dump
 from storage.catalog import Catalog
-from storage.decision import smallest_write_budget
 from storage.encoding import encoding_of, largest_share
 from storage.errors import RunLiveError, SpecError
 from storage.liveness import is_alive
 from storage.object_store import ObjectStore
-from storage.options import CheckpointOptions, parse_write_budget
+from storage.options import CheckpointOptions
 from storage.probe import probe_store
 from storage.records import Record
 from workers.data import TokenizedData, load_data
@@ -146,22 +146,6 @@ def total_steps(spec: JobSpec, examples: int) -> int:
         return training.steps
     assert training.passes is not None
     return max(1, math.ceil(training.passes * examples / training.global_batch))
-
-
-def check_budget(options: CheckpointOptions, encoded_share: float) -> None:
-    """Refuse a budget that cannot refresh every layer within the staleness bound.
-
-    `encoded_share`: encoded bytes for each byte of the state, at most.
-    A rate in bytes/s cannot be checked before a step has been timed; layers then go into debt at their deadline.
-    """
-    unit, share = parse_write_budget(options.write_budget)
-    smallest = smallest_write_budget(options.staleness_bound_steps, options.interval_steps) * encoded_share
-    if options.mode == "adaptive" and unit == "share" and share < smallest:
-        raise SpecError(
-            f"checkpoint.write_budget: expected at least 1/{1 / smallest:.0f} ({smallest:.4g}) to refresh every layer "
-            f"within staleness_bound_steps = {options.staleness_bound_steps}, got {options.write_budget}; raise it, "
-            "or the bound"
-        )
 
 
 def check_in_flight(options: CheckpointOptions, full_bytes: int, limit_bytes: int) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from app.preflight import check_base, check_budget
+from app.budget import check_budget
+from app.preflight import check_base
 from storage.encoding import largest_share
 from storage.errors import SpecError
 from storage.options import CheckpointOptions
