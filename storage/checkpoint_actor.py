@@ -46,7 +46,7 @@ class CheckpointActor:
         self._pacer = Pacer(self._options, setup.in_flight_limit_bytes, setup.encoded_share)
         self._commits = Committer(setup, self._catalog, self._pacer.committed)
         planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
-        self._recorder = Recorder(self._store, self._commits.health)
+        self._recorder = Recorder(self._catalog, self._commits.health)
         self._uploads = Uploads(self._commits, self._take_stored, self._give_up)
         self._writers = WriterGroup(setup, self._uploads.take, self._give_up)
         self._attempts = Attempts(setup, self._store, self._commits, planner, self._uploads, self._writers)
@@ -134,7 +134,7 @@ class CheckpointActor:
         self._writers.kill()
         with contextlib.suppress(StoreError, FencedError):
             await asyncio.to_thread(self._catalog.show_life, EpochLife(epoch=self._epoch, beat=0, ended=True))
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError, FencedError):
             await self._recorder.close()
 
     async def verdict(self) -> Verdict | None:

@@ -1,8 +1,8 @@
 """What a run recorded of its ticks: per-layer sums, decisions, and what became durable. Kept as long as the run.
 
 A segment is an Arrow IPC file of one record batch, a row a tick. The schema metadata holds whose it is, the names of
-the trained layers, and a digest over these and the batch. An epoch's segments lie in a folder of its own: what a stale
-one still writes there hides nothing of the newer one's.
+the trained layers, and a digest over these and the batch. An epoch's segments lie in a folder of its own, and a
+fenced epoch stores none.
 """
 
 import math

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from storage import keys
+from storage.catalog import Catalog
 from storage.history import Durable, LayerTable, SegmentMeta, Tick, encode_segment
 from storage.messages import Report
-from storage.object_store import ObjectStore
 from storage.records import LayerFacts, Manifest
 from storage.store_health import StoreHealth
 
@@ -21,8 +21,8 @@ SEGMENT_SUMS = 1 << 17
 class Recorder:
     """Taking a tick down is an append; encoding and storing happen in a thread."""
 
-    def __init__(self, store: ObjectStore, health: StoreHealth) -> None:
-        self._store, self._health = store, health
+    def __init__(self, catalog: Catalog, health: StoreHealth) -> None:
+        self._catalog, self._health = catalog, health
         self._began = time.monotonic()
         self._epoch = self._seq = 0
         self._rows: dict[str, int] = {}
@@ -66,6 +66,7 @@ class Recorder:
         """Store a segment now and then.
 
         Raises:
+            FencedError: a newer epoch has been claimed.
             StoreError: the store has failed for too long.
         """
         while True:
@@ -79,6 +80,7 @@ class Recorder:
         """Store what is left, without patience.
 
         Raises:
+            FencedError: a newer epoch has been claimed.
             StoreError: it could not be stored.
         """
         if segment := self._take():
@@ -94,4 +96,5 @@ class Recorder:
         return meta, ticks
 
     def _put(self, meta: SegmentMeta, ticks: list[Tick]) -> None:
-        self._store.put(keys.history(meta.epoch, meta.seq), encode_segment(meta, ticks))
+        self._catalog.check_fence(meta.epoch)
+        self._catalog.store.put(keys.history(meta.epoch, meta.seq), encode_segment(meta, ticks))

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,15 @@ import pyarrow as pa
 import pytest
 
 from storage import keys
-from storage.errors import CorruptObjectError, StoreError
+from storage.catalog import Catalog
+from storage.errors import CorruptObjectError, FencedError, StoreError
 from storage.history import DIGEST_KEY, LayerTable, decode_segment, encode_segment, read_history
 from storage.messages import Report
 from storage.recorder import SEGMENT_SUMS, Recorder
 from storage.store_health import StoreHealth
 from tests.helpers.history import LAYERS, plain, segment
 from tests.helpers.memory_store import MemoryStore
-from tests.helpers.records import facts, manifest
+from tests.helpers.records import claim, facts, manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "history_v1.arrow"
 KEY = keys.history(1, 0)
@@ -69,7 +71,7 @@ def report(step: int, layers: int = len(LAYERS)) -> Report:
 
 
 def recorder(store: MemoryStore) -> Recorder:
-    made = Recorder(store, StoreHealth(60, lambda kind, what: None))
+    made = Recorder(Catalog(store), StoreHealth(60, lambda kind, what: None))
     made.open(4)
     return made
 
@@ -99,6 +101,23 @@ def test_the_recorder_keeps_order_and_what_became_durable_in_between() -> None:
     assert (version.layer, version.step, version.bytes) == ("block.0", 2, manifest("block.0", 2).bytes)
     assert ticks[0].seconds <= version.seconds <= ticks[1].seconds
     assert ticks[2].sums["embedding"].drift_sq == 3.0
+
+
+def test_a_fenced_epoch_stores_no_segment() -> None:
+    """It wakes up after a newer one took over: the store stays as it is."""
+    store = MemoryStore()
+    for _ in range(5):  # epochs up to 5, one after the recorder's own
+        Catalog(store).claim(claim(nonce=uuid.uuid4().hex))
+    before = dict(store.objects)
+
+    async def record() -> None:
+        recording = recorder(store)
+        recording.tick(report(1), facts(*LAYERS), 0, ())
+        with pytest.raises(FencedError):
+            await recording.close()
+
+    asyncio.run(record())
+    assert store.objects == before
 
 
 def test_a_store_that_fails_for_a_while_costs_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
