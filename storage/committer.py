@@ -96,6 +96,7 @@ class Committer:
 
     async def _commit_what_is_stored(self) -> None:
         while self._stored:
+            await self.health.retrying(self._catalog.check_fence, self._epoch)  # a stale epoch writes nothing at all
             batch, self._stored = self._stored, []
             writing = (self.health.retrying(self._catalog.write_manifest, manifest) for manifest in batch)
             for manifest, ref in zip(batch, await asyncio.gather(*writing), strict=True):

@@ -22,14 +22,14 @@ from storage.options import StorageOptions
 from tests.helpers.tiny import write_tiny_chat, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
-STEPS = 1000  # many times what is done between a signal and the end of the worker group, on a loaded machine too
+STEPS = 150  # heavy ones: many times what is done between a signal and the end of the worker group
 PATIENCE_S = 300.0
 JOB = f"""\
 name: job
 storage: {{url: runs}}
 model: {{path: model}}
 data: {{path: chat.jsonl, messages_column: messages, max_length: 64}}
-training: {{steps: {STEPS}, global_batch: 4, micro_batch: 2, precision: float32}}
+training: {{steps: {STEPS}, global_batch: 64, micro_batch: 2, precision: float32}}
 scaling: {{workers: 1}}
 checkpoint: {{write_budget: "1/4", staleness_bound_steps: 20}}
 """
