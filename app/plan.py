@@ -108,7 +108,7 @@ def _changed(options: CheckpointOptions, changes: Mapping[str, Any]) -> Checkpoi
 
 def _recording(store: ObjectStore, record: Record, history: History) -> tuple[Recording, list[LayerFacts]]:
     """The run's ticks, and its trained layers in their order."""
-    if not history.ticks:
+    if all(tick.held or tick.flush for tick in history.ticks):
         raise SpecError(
             f"RUN: expected a run that has recorded ticks, got {store.url}, which has none"
             f"{': ' + history.problems[0] if history.problems else ' (yet)'}; take another run, or wait a minute"

@@ -54,9 +54,14 @@ def fault(address: str) -> str:
     return f"{FAULTS}{address}.json"
 
 
+def history_of(epoch: int) -> str:
+    """Prefix of what `epoch` has recorded."""
+    return f"{HISTORY}{epoch:08d}/"
+
+
 def history(epoch: int, seq: int) -> str:
     """Segment number `seq` of what `epoch` has recorded; keys sort as (epoch, seq) does."""
-    return f"{HISTORY}{epoch:08d}/{seq:010d}.arrow"
+    return f"{history_of(epoch)}{seq:010d}.arrow"
 
 
 def version(layer: str, step: int, epoch: int, attempt: int) -> str:

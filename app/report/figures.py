@@ -56,6 +56,11 @@ class LossLines:
     training: Sequence[Curve]
     held_out: Losses
 
+    @property
+    def finite_held_out(self) -> list[tuple[int, float]]:
+        """What of `held_out` can be drawn."""
+        return [(step, loss) for step, loss in self.held_out if loss is not None]
+
 
 def loss_figure(run: LossLines, other: LossLines | None, difference: Curve, bins: Bins, marks: Sequence[Mark]) -> str:
     """Losses over steps, the other run's beside them, and the difference in percent below."""
@@ -85,10 +90,9 @@ def _draw_losses(
     look: dict[str, Any] = {"color": colour, "zorder": 3 if on_top else 2}
     for place, curve in enumerate(lines.training):
         _draw_curve(axes, curve, label=f"training, {short(lines.name)}" if place == 0 else None, **line, **look)
-    finite = [(step, loss) for step, loss in lines.held_out if loss is not None]
-    if finite:
+    if lines.finite_held_out:
         label = f"held out, {short(lines.name)}"
-        axes.plot(*zip(*finite, strict=True), linestyle="", label=label, **marker, **look)
+        axes.plot(*zip(*lines.finite_held_out, strict=True), linestyle="", clip_on=False, label=label, **marker, **look)
 
 
 def _draw_curve(axes: Axes, curve: Curve, **look: Any) -> None:

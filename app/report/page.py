@@ -165,9 +165,9 @@ def _figures_of(run: RunStory, told: _Told | None, other: RunStory | None) -> di
     status, others = run.status, other.ticks if other else []
     marks = marks_of(status.recoveries)
     drawn: dict[str, str] = {}
-    if any(story and (story.ticks or story.status.eval_losses) for story in (run, other)):
-        bins = Bins.of(run.ticks or others, max(run.last_step, other.last_step if other else 0))
-        lines, other_lines = _lines(run, bins), _lines(other, bins) if other else None
+    bins = Bins.of(run.ticks or others, max(run.last_step, other.last_step if other else 0))
+    lines, other_lines = _lines(run, bins), _lines(other, bins) if other else None
+    if any(some and (some.training or some.finite_held_out) for some in (lines, other_lines)):
         drawn["loss"] = loss_figure(lines, other_lines, loss_difference(run.ticks, others, bins), bins, marks)
     if any(recovery.phases for recovery in status.recoveries):
         drawn["phases"] = phases_figure(status.recoveries)

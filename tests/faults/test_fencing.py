@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from app.gc import collect
 from app.verify import verify_run
 from storage import keys
 from storage.catalog import Catalog
@@ -35,12 +36,8 @@ def moto() -> Iterator[S3Server]:
 
 
 def contents(store: ObjectStore) -> dict[str, str]:
-    """Every object of the run, with the digest of its content.
-
-    But for the signs of life: a beat that was on its way to S3 when its process was stopped still gets there. It is the
-    stale epoch's own, and nobody asks for it any more.
-    """
-    listed = (info.key for info in store.list("") if not info.key.startswith("catalog/life/"))
+    """Every object of the run, with the digest of its content."""
+    listed = (info.key for info in store.list(""))
     return {key: digest_of(store.read(key)) for key in listed}
 
 
@@ -48,7 +45,11 @@ def contents(store: ObjectStore) -> dict[str, str]:
 def test_a_driver_and_its_actor_that_wake_up_after_a_takeover(
     runs: Runs, request: pytest.FixtureRequest, where: str
 ) -> None:
-    """Stopped at whatever instant, even between a fence check and the creation it was for."""
+    """Stopped at whatever instant, even between a fence check and the creation it was for.
+
+    What was between them, or on its way, still gets there: a beat, a segment of history, a manifest. It is the stale
+    epoch's own, no restore point names it, and the next clean-up takes what is not history.
+    """
     name, storage = f"fenced-{where}", {"url": str(runs.folder / "runs")}
     if where == "s3":
         server: S3Server = request.getfixturevalue("moto")
@@ -72,7 +73,10 @@ def test_a_driver_and_its_actor_that_wake_up_after_a_takeover(
         code, last = first.wait()
     assert (code, last.split(":")[:2]) == (1, ["error", " FencedError"]), last
     assert "epoch 2 of this run was claimed" in last
-    assert contents(store) == before, "the stale epoch wrote or deleted something"
+    collect(store, dry_run=False)
+    after, own = contents(store), (keys.epoch_life(1), keys.history_of(1))
+    for key in before | after:
+        assert key.startswith(own) or before.get(key) == after.get(key), f"the stale epoch wrote or deleted {key}"
     record = Catalog(store).newest_record()
     assert record is not None
     assert (record.epoch, record.finished, record.step) == (2, True, 30)

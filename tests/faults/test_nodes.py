@@ -61,17 +61,19 @@ def trains(node: psutil.Process) -> bool:
 
 
 def test_a_node_goes_without_a_word_and_another_has_a_notice(tmp_path: Path) -> None:
-    """Three nodes for two workers."""
+    """Three nodes for two workers. Two clocks are wrong by an hour, so one of them trains; nobody may notice."""
     store = open_object_store(StorageOptions(url=str(tmp_path / "store")), "quickstart")
     project = checkout(tmp_path / "project")
     settings = SETTINGS | {"storage.url": tmp_path / "store"}
     command = [sys.executable, "-m", "app", "run", "jobs/quickstart.yaml"]
     command += [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
     submission = ["--working-dir", ".", "--no-wait", "--submission-id", "j", "--", *command]
-    with ray_cluster(nodes=3) as head:
+    with ray_cluster(nodes=3, clocks=(3600, -3600)) as head:
         done = head.ray("job", "submit", *submission, cwd=project)
         assert done.returncode == 0, done.stdout
         wait_for("layers age under the budget", lambda: oldest_layer(store) > BOUND / 4, PATIENCE_S)
+        trainers = [process for node in head.nodes for process in processes_of(node, "RayTrainWorker")]
+        assert any(head.wrong_clock_seen(process) for process in trainers)
         lost = next(node for node in head.nodes if trains(node))
         remove_node(lost)
         wait_for("the next attempt", lambda: newest(store).totals.attempts == 2, PATIENCE_S)

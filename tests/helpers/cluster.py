@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
+WRONG_CLOCK = Path(__file__).with_name("wrong_clock")
 START_S = 400.0
 
 
@@ -52,6 +53,10 @@ class RayHead:
     nodes: tuple[psutil.Process, ...]
     """`ray start` of each node beside the head."""
 
+    def wrong_clock_seen(self, process: psutil.Process) -> bool:
+        """Whether the wall clock of `process` is off."""
+        return (self.temp_dir / "wrong-clock" / str(process.pid)).exists()
+
     def ray(
         self, *arguments: str, cwd: Path | None = None, token: bool = True, address: str | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -79,9 +84,12 @@ def _clean_environment() -> dict[str, str]:
 
 
 @contextmanager
-def ray_cluster(nodes: int) -> Iterator[RayHead]:
+def ray_cluster(nodes: int, clocks: Sequence[float] = ()) -> Iterator[RayHead]:
     """Start a head without CPUs, as cluster.yaml has it, and `nodes` with one CPU each; on leaving end their processes,
-    and no others."""
+    and no others.
+
+    `clocks`: by how many seconds the wall clock of each node is off; nodes beyond them have the right time.
+    """
     temp_dir = Path(tempfile.mkdtemp(prefix="lc", dir="/tmp"))  # short: Ray puts Unix sockets below it
     token = temp_dir / "token"
     token.write_text(secrets.token_hex(32))
@@ -89,20 +97,28 @@ def ray_cluster(nodes: int) -> Iterator[RayHead]:
     with ExitStack() as started:
         started.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         ports = {"port": gcs, "dashboard-port": dashboard, "ray-client-server-port": client}
-        head = started.enter_context(_started(temp_dir, "--head", **ports, **{"temp-dir": temp_dir, "num-cpus": 0}))
+        head = started.enter_context(_started(temp_dir, "--head", {}, **ports, **{"temp-dir": temp_dir, "num-cpus": 0}))
         url = f"http://127.0.0.1:{dashboard}"
         wait_for("the head answers", lambda: _answers(head, url))
         address = f"--address=127.0.0.1:{gcs}"
         others = []
         for number in range(nodes):
             own = {"temp-dir": temp_dir / str(number)}  # as on another machine: no node unpacks a job over another's
-            others.append(started.enter_context(_started(temp_dir, address, **own, **{"num-cpus": 1})))
+            clock = _wrong_clock(temp_dir, clocks[number]) if number < len(clocks) else {}
+            others.append(started.enter_context(_started(temp_dir, address, clock, **own, **{"num-cpus": 1})))
             wait_for("the node runs", lambda: _blocks(temp_dir, [head, *others]))
         yield RayHead(url, f"127.0.0.1:{gcs}", token, temp_dir, tuple(others))
 
 
+def _wrong_clock(temp_dir: Path, off_by_s: float) -> dict[str, str]:
+    """Environment of a node whose Python processes see a wall clock that is off; see `wrong_clock_seen`."""
+    seen = temp_dir / "wrong-clock"
+    seen.mkdir(exist_ok=True)
+    return {"PYTHONPATH": str(WRONG_CLOCK), "WRONG_CLOCK_S": str(off_by_s), "WRONG_CLOCK_SEEN": str(seen)}
+
+
 @contextmanager
-def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.Process]:
+def _started(temp_dir: Path, flag: str, environment: dict[str, str], **options: object) -> Iterator[psutil.Process]:
     """`ray start --block` in a session of its own; ended at once on leaving, with all that its raylet has started."""
     options |= {"dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0}
     options |= {"object-store-memory": 200_000_000}
@@ -114,8 +130,8 @@ def _started(temp_dir: Path, *flags: str, **options: object) -> Iterator[psutil.
     settings |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # Ray's own 3 s are short on a loaded machine
     with (temp_dir / "start.log").open("a") as log:
         process = subprocess.Popen(
-            [str(RAY), "start", "--block", *flags, *(f"--{name}={value}" for name, value in options.items())],
-            env=_clean_environment() | settings,
+            [str(RAY), "start", "--block", flag, *(f"--{name}={value}" for name, value in options.items())],
+            env=_clean_environment() | settings | environment,
             cwd=temp_dir,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 """The report page as text: everything escaped, nothing asked for, and what is missing is said."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -137,8 +138,15 @@ def test_a_run_without_history_says_what_is_missing(story: RunStory) -> None:
 def test_a_run_that_has_hardly_begun_has_a_page() -> None:
     begun = record({layer: ref(layer, 0) for layer in LAYERS})
     html = render(RunStory(status_of("runs/new", [Kept(begun, ("recent",))]), History()))
-    assert "No loss has been recorded." in html
+    assert "No finite loss has been recorded." in html
     assert "None: no worker group has failed." in html
+
+
+def test_losses_that_are_not_finite_are_no_figure() -> None:
+    run = MadeUpRun(steps=6)
+    ticks = [replace(tick, loss=math.nan) for tick in run.ticks]
+    status = run.story.status.model_copy(update={"loss": None, "eval_losses": ((6, None),)})
+    assert "No finite loss has been recorded." in render(RunStory(status, History(ticks)))
 
 
 def test_damaged_and_lost_segments_are_named(story: RunStory, html: str) -> None:
