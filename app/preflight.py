@@ -132,7 +132,8 @@ def check_store(spec: JobSpec, store: ObjectStore, prepared: Prepared, *, takeov
 def _base_bytes(spec: JobSpec, model: PreTrainedModel, layers: Sequence[Layer]) -> int:
     if not encoding_of(spec.checkpoint).needs_base:
         return 0
-    return sum(model.get_parameter(name).nbytes for layer in layers for name in trainable(layer, model))
+    held = [part for layer in layers for part in trainable(layer, model)]
+    return sum(part.count * model.get_parameter(part.tensor).itemsize for part in held)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -23,10 +23,10 @@ _BATCH_RUNS = 2**17
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is measured of one tensor, as rows of `_RUN` elements.
+    """What is measured of a layer's part of one tensor, as rows of `_RUN` elements.
 
-    `runs` ([rows], int32) numbers the runs taken of the flattened tensor; None takes all elements
-    `[first, first + count)`, filled up with zeros. `scale` is the tensor's elements per element sampled.
+    `runs` ([rows], int32) numbers the runs taken of the flattened tensor from `first` on; None takes all elements
+    `[first, first + count)`, filled up with zeros. `scale` is the part's elements per element sampled.
     """
 
     layer: int
@@ -43,10 +43,10 @@ class _Piece:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The piece of `tensor`, which has the parameter's shape: [num_rows, _RUN], in its own dtype."""
-        flat = tensor.view(-1)
+        flat = tensor.view(-1)[self.first :]
         if self.runs is not None:
             return flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN).index_select(0, self.runs)
-        return functional.pad(flat[self.first : self.first + self.count], (0, -self.count % _RUN)).view(-1, _RUN)
+        return functional.pad(flat[: self.count], (0, -self.count % _RUN)).view(-1, _RUN)
 
 
 class _Batch:
@@ -98,10 +98,11 @@ class _Batch:
 class DeltaMeter:
     """Per-layer sums over this rank's slices; their total over all ranks gives each layer's drift and impact.
 
-    The sample is drawn per layer and tensor from `seed`: one run of 64 elements in each of as many equal parts of the
-    tensor as `fraction` asks for, at least one. It does not depend on the number of ranks: the rank that owns a run's
-    first element measures the run. Sums are scaled per tensor, elements over sampled elements, so that the total over
-    all ranks estimates the whole layer. With `fraction` 1, and for tensors shorter than a run, nothing is left out.
+    The sample is drawn per layer and tensor from `seed`: one run of 64 elements in each of as many equal parts of what
+    the layer holds of the tensor as `fraction` asks for, at least one. It does not depend on the number of ranks: the
+    rank that owns a run's first element measures the run. Sums are scaled per tensor, elements over sampled elements,
+    so that the total over all ranks estimates the whole layer. With `fraction` 1, and for tensors shorter than a run,
+    nothing is left out.
 
     The reference takes `fraction` of the owned parameters in their own dtype, and 8 bytes of index a run.
     """
@@ -124,9 +125,9 @@ class DeltaMeter:
         self._batches: list[_Batch] = []
         pieces = [
             piece
-            for index, slice in enumerate(slices)
+            for index, (layer, slice) in enumerate(zip(layers, slices, strict=True))
             for owned in slice.ranges
-            for piece in _pieces(index, slice.layer, owned, model.get_parameter(owned.tensor), betas, fraction, seed)
+            for piece in _pieces(index, layer, owned, model.get_parameter(owned.tensor), betas, fraction, seed)
         ]
         start = rows = 0
         for end, piece in enumerate(pieces, start=1):
@@ -159,8 +160,8 @@ class DeltaMeter:
 
 
 def _pieces(
-    layer: int,
-    layer_name: str,
+    index: int,
+    layer: Layer,
     owned: ElementRange,
     parameter: nn.Parameter,
     betas: dict[nn.Parameter, float],
@@ -168,20 +169,21 @@ def _pieces(
     seed: int,
 ) -> Iterator[_Piece]:
     """What is measured of one owned range; an exact one in parts of at most `_BATCH_RUNS` runs."""
-    num_runs = parameter.numel() // _RUN
+    held = next(held for held in layer.params if held.tensor == owned.tensor)
+    num_runs = held.count // _RUN
     beta = betas[parameter]
     if fraction == 1 or num_runs == 0:
         end = owned.first + owned.count
         for first in range(owned.first, end, _BATCH_RUNS * _RUN):
-            yield _Piece(layer, parameter, beta, 1.0, first, min(_BATCH_RUNS * _RUN, end - first))
+            yield _Piece(index, parameter, beta, 1.0, first, min(_BATCH_RUNS * _RUN, end - first))
         return
-    sample = _sample(num_runs, max(1, round(fraction * num_runs)), f"{seed}/{layer_name}/{owned.tensor}")
-    scale = parameter.numel() / (len(sample) * _RUN)
-    starts = sample * _RUN
+    sample = _sample(num_runs, max(1, round(fraction * num_runs)), f"{seed}/{layer.name}/{owned.tensor}")
+    scale = held.count / (len(sample) * _RUN)
+    starts = held.first + sample * _RUN
     mine = sample[(starts >= owned.first) & (starts < owned.first + owned.count)]
     if len(mine):
         runs = mine.to(torch.int32).to(parameter.device)
-        yield _Piece(layer, parameter, beta, scale, owned.first, len(mine) * _RUN, runs)
+        yield _Piece(index, parameter, beta, scale, held.first, len(mine) * _RUN, runs)
 
 
 def _sample(num_runs: int, size: int, key: str) -> Tensor:

@@ -45,10 +45,13 @@ class FaultInjector:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        """Strike inside the passes: when the middle block has run, and when its output's gradient arrives."""
+        """Strike inside the passes: when the middle block has run, and when its output's gradient arrives.
+
+        `layers` are whole ones.
+        """
         if self._faults or self._poison:
             middle = layers[len(layers) // 2]
-            block = os.path.commonpath([name.replace(".", "/") for name in middle.params]).replace("/", ".")
+            block = os.path.commonpath([held.tensor.replace(".", "/") for held in middle.params]).replace("/", ".")
             model.get_submodule(block).register_forward_hook(self._after_block)
 
     def _after_block(self, _block: nn.Module, _inputs: Any, output: Any) -> None:

@@ -8,22 +8,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from storage.errors import SpecError
+from storage.records import ElementRange
 
 EMBEDDING = "embedding"
+BLOCK = "block"
 HEAD = "head"
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # no dot: the name of a layer's part has one
 
 
 @dataclass(frozen=True)
 class Layer:
     """The unit of persistence.
 
-    Names are those of `model.named_parameters()` and `model.named_buffers()`, in that order; a tied weight stands once,
-    under the first of its names. Buffers are persistent ones only.
+    Tensor names are those of `model.named_parameters()` and `model.named_buffers()`, in that order; a tied weight
+    stands once, under the first of its names. `params` are whole parameters, but in a part of a layer (see
+    `workers.split`). Buffers are persistent ones only.
     """
 
     name: str
-    params: tuple[str, ...]
+    params: tuple[ElementRange, ...]
     buffers: tuple[str, ...]
 
 
@@ -42,10 +45,10 @@ def find_layers(model: PreTrainedModel, override: Mapping[str, Sequence[str]] | 
         SpecError: no blocks are found, or `override` does not cover everything exactly once.
     """
     owners = _overridden(model, override) if override is not None else _found(model)
-    params: dict[str, list[str]] = {}
+    params: dict[str, list[ElementRange]] = {}
     buffers: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        params.setdefault(owners[name], []).append(name)
+    for name, parameter in model.named_parameters():
+        params.setdefault(owners[name], []).append(ElementRange(tensor=name, first=0, count=parameter.numel()))
     for name in persistent_buffers(model):
         buffers.setdefault(owners[name], []).append(name)
     order = dict.fromkeys(owners.values())
@@ -89,7 +92,7 @@ def _found(model: PreTrainedModel) -> dict[str, str]:
         index = next((index for block, index in blocks.items() if has_prefix(module_name, block)), None)
         if index is not None:
             past_blocks = True
-            owners[tensor_name] = f"block-{index:0{width}d}"
+            owners[tensor_name] = f"{BLOCK}-{index:0{width}d}"
             continue
         module = model.get_submodule(module_name)
         if module is embedding:
@@ -137,7 +140,7 @@ def _overridden(model: nn.Module, override: Mapping[str, Sequence[str]]) -> dict
     for layer, prefixes in override.items():
         if not _SAFE_NAME.fullmatch(layer):
             raise SpecError(
-                f"model.layers: expected a layer name of letters, digits, '_', '.', '-', got {layer!r}; rename it"
+                f"model.layers: expected a layer name of letters, digits, '_' and '-', got {layer!r}; rename it"
             )
         if not prefixes:
             raise SpecError(f"model.layers.{layer}: expected at least one prefix, got none; add one or drop the layer")

@@ -127,10 +127,13 @@ def load_tokenizer(model: ModelOptions, data: DataOptions) -> PreTrainedTokenize
 
 
 def base_digest(model: PreTrainedModel, layers: Sequence[Layer]) -> str:
-    """XXH3-128 (hexadecimal) of name, type, shape and bytes of all parameters and persistent buffers, by layer."""
+    """XXH3-128 (hexadecimal) of name, type, shape and bytes of all parameters and persistent buffers, by layer.
+
+    `layers` are whole ones.
+    """
     digest = xxhash.xxh3_128()
     for layer in layers:
-        tensors: dict[str, Tensor] = {name: model.get_parameter(name) for name in layer.params}
+        tensors: dict[str, Tensor] = {held.tensor: model.get_parameter(held.tensor) for held in layer.params}
         tensors |= {name: model.get_buffer(name) for name in layer.buffers}
         for name, tensor in tensors.items():
             digest.update(f"{layer.name} {name} {dtype_name(tensor)} {tuple(tensor.shape)}\n".encode())

@@ -51,9 +51,13 @@ class Share:
 
 
 def shards_of(plan: RestorePlan) -> list[tuple[str, ShardRef]]:
-    """(layer, shard) of every object the plan needs, in an order that all ranks agree on."""
-    stored = [(name, planned.manifest) for name, planned in sorted(plan.layers.items()) if planned.manifest]
-    return [(name, manifest_shard) for name, manifest in stored for manifest_shard in manifest.shards]
+    """(layer, shard) of every object the plan needs, in an order that all ranks agree on: the newest layers last.
+
+    So what a tensor that is split among layers has only once (`step`) is, when they are filled in this order, that of
+    its newest part.
+    """
+    layers = sorted(plan.layers.items(), key=lambda item: (item[1].ref.step, item[0]))
+    return [(name, shard) for name, planned in layers if planned.manifest for shard in planned.manifest.shards]
 
 
 def readers(plan: RestorePlan, world_size: int) -> dict[str, int]:
@@ -130,10 +134,10 @@ def uncovered(
             for entry in index.get(shard.key, []):
                 runs[entry.name, entry.kind].append((entry.first, entry.count))
         for part in slice_tensors(cut(layers[name], model, 0, 1), layers[name], model, optimizer):
-            end = 0
+            end = part.first
             for first, count in sorted(runs[part.name, part.kind]):
                 end = first + count if first == end else -1
-            if end != part.tensor.numel():
+            if end != part.first + part.tensor.numel():
                 bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {part.name} ({part.kind})"
     return bad
 

@@ -27,19 +27,19 @@ def cut(layer: Layer, model: nn.Module, rank: int, world_size: int) -> Slice:
     Every element has exactly one owner. A rank may own nothing of a tensor, or of a layer. Frozen parameters are in no
     slice, and neither are the buffers of a layer without trainable parameters.
     """
-    sizes = {name: model.get_parameter(name).numel() for name in trainable(layer, model)}
-    total = sum(sizes.values())
+    held = trainable(layer, model)
+    total = sum(whole.count for whole in held)
     first, end = total * rank // world_size, total * (rank + 1) // world_size
     ranges = []
     start = 0
-    for name, size in sizes.items():
-        low, high = max(first, start), min(end, start + size)
+    for whole in held:
+        low, high = max(first, start), min(end, start + whole.count)
         if low < high:
-            ranges.append(ElementRange(tensor=name, first=low - start, count=high - low))
-        start += size
-    return Slice(layer.name, tuple(ranges), owns_scalars=rank == 0 and bool(sizes))
+            ranges.append(ElementRange(tensor=whole.tensor, first=whole.first + low - start, count=high - low))
+        start += whole.count
+    return Slice(layer.name, tuple(ranges), owns_scalars=rank == 0 and bool(held))
 
 
-def trainable(layer: Layer, model: nn.Module) -> tuple[str, ...]:
-    """Names of the layer's parameters that are trained; none means that the layer is frozen."""
-    return tuple(name for name in layer.params if model.get_parameter(name).requires_grad)
+def trainable(layer: Layer, model: nn.Module) -> tuple[ElementRange, ...]:
+    """What the layer holds of parameters that are trained; nothing means that the layer is frozen."""
+    return tuple(held for held in layer.params if model.get_parameter(held.tensor).requires_grad)

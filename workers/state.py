@@ -48,7 +48,7 @@ def slice_tensors(slice: Slice, layer: Layer, model: nn.Module, optimizer: torch
             flat = _flat(owned.tensor, kind, tensor)
             found.append(StateTensor(owned.tensor, kind, owned.first, flat[owned.first : owned.first + owned.count]))
     if slice.owns_scalars:
-        for name in trainable(layer, model):
+        for name in (held.tensor for held in trainable(layer, model)):
             parameter = model.get_parameter(name)
             whole = _elementwise(name, parameter, optimizer)
             state = _optimizer_state(name, parameter, optimizer)
@@ -102,10 +102,10 @@ def layer_bytes(layer: Layer, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def planned_layer_bytes(layer: Layer, model: nn.Module) -> int:
     """What `layer_bytes` will be with AdamW, from shapes alone (`model` may be on the meta device)."""
-    names = trainable(layer, model)
-    if not names:
+    held = trainable(layer, model)
+    if not held:
         return 0
-    elements = sum(3 * model.get_parameter(name).nbytes + _STEP_BYTES for name in names)
+    elements = sum(3 * part.count * model.get_parameter(part.tensor).itemsize + _STEP_BYTES for part in held)
     return elements + sum(model.get_buffer(name).nbytes for name in layer.buffers)
 
 

@@ -20,6 +20,7 @@ from workers.layers import find_layers
 from workers.loop_config import LoopConfig
 from workers.model import base_digest, build_model
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.split import split_layers
 from workers.stopwatch import Stopwatch
 from workers.together import ask_together
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
@@ -53,13 +54,14 @@ class _Loop:
         self.data = ray.get(config.data)
         training = config.training
         model = build_model(config.model, training.seed)
-        layers = find_layers(model, config.model.layers)
-        base = BaseVersion(source=config.model.path, digest=base_digest(model, layers) if dist.get_rank() == 0 else "")
+        whole = find_layers(model, config.model.layers)
+        base = BaseVersion(source=config.model.path, digest=base_digest(model, whole) if dist.get_rank() == 0 else "")
+        layers = split_layers(whole, model, config.checkpoint, config.model.dtype)
         model.to(self.device)  # type: ignore[arg-type]  # transformers' wrapper hides the method's own types
         optimizer = build_optimizer(model, training)
         store = open_object_store(config.storage, config.run)
         self.faults = FaultInjector(config.faults, dist.get_rank(), store)
-        self.faults.watch(model, layers)
+        self.faults.watch(model, whole)
         self.checkpointer = Checkpointer(
             actor=config.actor,
             store=store,

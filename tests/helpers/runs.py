@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from storage.catalog import Catalog
 from storage.codecs import Base
 from storage.object_store import ObjectStore, open_object_store
 from storage.records import Record, VersionRef
+from storage.shard_format import ShardTensor
 from storage.shard_reader import read_shard
 from tests.helpers.tiny import tiny_tokenizer, write_tiny_chat, write_tiny_model
 
@@ -228,21 +229,24 @@ def kill(process: psutil.Process) -> None:
     wait_until(f"the end of {process}", lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
-def state_of_version(store: ObjectStore, ref: VersionRef, base: Base | None = None) -> State:
-    """Every tensor of a stored layer version, put together from its shards; codec `delta` needs the `base`."""
-    parts: dict[tuple[str, str], list[tuple[int, npt.NDArray[np.generic]]]] = {}
-    for shard in Catalog(store).read_manifest(ref).shards:
-        for tensor in read_shard(store, shard.key, shard.bytes, shard.digest, base).tensors:
-            parts.setdefault((tensor.name, tensor.kind), []).append((tensor.first, tensor.data))
-    return {key: np.concatenate([data for _, data in sorted(runs, key=lambda r: r[0])]) for key, runs in parts.items()}
+def tensors_of(store: ObjectStore, ref: VersionRef, base: Base | None = None) -> list[ShardTensor]:
+    """What the shards of a stored layer version hold; codec `delta` needs the `base`."""
+    shards = Catalog(store).read_manifest(ref).shards
+    return [t for shard in shards for t in read_shard(store, shard.key, shard.bytes, shard.digest, base).tensors]
+
+
+def joined(tensors: Iterable[ShardTensor]) -> State:
+    """Put together, by their first elements; of two with the same one (`step`, of parts) the last counts."""
+    parts: dict[tuple[str, str], dict[int, npt.NDArray[np.generic]]] = {}
+    for tensor in tensors:
+        parts.setdefault((tensor.name, tensor.kind), {})[tensor.first] = tensor.data
+    return {key: np.concatenate([runs[first] for first in sorted(runs)]) for key, runs in parts.items()}
 
 
 def state_of(store: ObjectStore, record: Record, base: Base | None = None) -> State:
     """The whole composite of a restore point; codec `delta` needs the `base`."""
-    state: State = {}
-    for ref in record.layers.values():
-        state |= state_of_version(store, ref, base)
-    return state
+    refs = sorted(record.layers.values(), key=lambda ref: ref.step)
+    return joined(tensor for ref in refs for tensor in tensors_of(store, ref, base))
 
 
 def differing(one: State, other: State) -> list[tuple[str, str]]:

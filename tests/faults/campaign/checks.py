@@ -11,7 +11,8 @@ from storage.errors import CorruptObjectError, ObjectNotFoundError
 from storage.keys import EPOCHS, FAULTS, HISTORY, LAYERS, RECORDS
 from storage.object_store import ObjectStore
 from tests.faults.campaign.recorder import digest_of_state
-from tests.helpers.runs import state_of_version
+from tests.helpers.runs import joined, tensors_of
+from workers.state import STEP
 
 KNOWN = (EPOCHS, RECORDS, FAULTS, HISTORY, LAYERS, "catalog/life/")
 
@@ -93,6 +94,7 @@ def _restores(told: Told) -> list[str]:
                 found.append(
                     f"attempt {line['attempt']} restored {layer} of step {step}, attempt {attempt}: not its state"
                 )
+        found += [f"attempt {line['attempt']} restored another step of {tensor}" for tensor in line["wrong_steps"]]
     return found
 
 
@@ -101,11 +103,13 @@ def _versions(store: ObjectStore, told: Told) -> list[str]:
     found = []
     for layer, ref in {item for r in Catalog(store).restorable().records for item in _named(r)}:
         try:
-            digest = digest_of_state(state_of_version(store, ref))
+            state = joined(tensors_of(store, ref))
         except (CorruptObjectError, ObjectNotFoundError):
             continue  # `verify_run` says so
-        if digest != _truth(told, layer, ref.step, ref.attempt):
+        if digest_of_state(state) != _truth(told, layer, ref.step, ref.attempt):
             found.append(f"{ref.manifest_key}: stored is not the state of its step")
+        if any(values[0] != ref.step for (_, kind), values in state.items() if kind == STEP):
+            found.append(f"{ref.manifest_key}: its optimizer's step is another")
     return found
 
 

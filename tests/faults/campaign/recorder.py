@@ -19,7 +19,7 @@ from storage.messages import RestorePlan, Verdict
 from workers import checkpointer
 from workers.loop_config import LoopConfig
 from workers.slices import cut, trainable
-from workers.state import slice_tensors, to_numpy
+from workers.state import STEP, slice_tensors, to_numpy
 from workers.train_loop import train
 
 PAUSE_S = 0.02
@@ -27,9 +27,14 @@ PAUSE_S = 0.02
 
 
 def digest_of_state(state: Mapping[tuple[str, str], np.ndarray[Any, Any]]) -> str:
-    """Digest of a layer state, (tensor, kind) -> all elements."""
+    """Digest of a layer state, (tensor, kind) -> all elements, without the optimizer's steps.
+
+    A tensor has one, whatever the ages of its parts.
+    """
     digest = xxhash.xxh3_128()
     for (name, kind), values in sorted(state.items()):
+        if kind == STEP:
+            continue
         digest.update(f"{name} {kind} {values.size} ".encode())
         digest.update(np.ascontiguousarray(values).view(np.uint8).data)
     return digest.hexdigest()
@@ -42,6 +47,14 @@ def _digests(layers: Any, model: Any, optimizer: Any) -> dict[str, str]:
             parts = slice_tensors(cut(layer, model, 0, 1), layer, model, optimizer)
             found[layer.name] = digest_of_state({(part.name, part.kind): to_numpy(part.tensor) for part in parts})
     return found
+
+
+def _wrong_steps(layers: Mapping[str, Any], steps_of: Mapping[str, int], model: Any, optimizer: Any) -> list[str]:
+    """Parameters whose optimizer's step is not that of the newest layer which holds a part of them."""
+    newest: dict[str, int] = {}
+    for name, step in steps_of.items():
+        newest |= {held.tensor: max(step, newest.get(held.tensor, 0)) for held in trainable(layers[name], model)}
+    return [name for name, step in newest.items() if optimizer.state[model.get_parameter(name)][STEP] != step]
 
 
 def recorded_train(folder: str, config: dict[str, LoopConfig]) -> Verdict | None:
@@ -59,7 +72,8 @@ def recorded_train(folder: str, config: dict[str, LoopConfig]) -> Verdict | None
         digests = _digests(layers.values(), model, optimizer)
         refs = {name: used.layers[name].ref for name in digests}
         versions = {name: (ref.step, ref.attempt, digests[name]) for name, ref in refs.items()}
-        tell(restored=used.step, attempt=used.attempt, versions=versions, base=base)
+        wrong = _wrong_steps(layers, {name: ref.step for name, ref in refs.items()}, model, optimizer)
+        tell(restored=used.step, attempt=used.attempt, versions=versions, base=base, wrong_steps=wrong)
         return used
 
     def recorded_after_step(self: Any, step: int, stats: Any) -> None:

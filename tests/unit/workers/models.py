@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from storage.options import CheckpointOptions
+from workers.layers import Layer, find_layers
+from workers.split import split_layers
+
 _SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -60,6 +64,11 @@ def tiny(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTra
     """A tiny random model of one of `CONFIGS`."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(kind), dtype=dtype)
+
+
+def split(model: PreTrainedModel, budget: float | str = "1/30") -> tuple[Layer, ...]:
+    """Its layers, as they are under a write budget."""
+    return split_layers(find_layers(model), model, CheckpointOptions(write_budget=budget), "float32")
 
 
 def take_steps(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> None:

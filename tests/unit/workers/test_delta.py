@@ -1,13 +1,14 @@
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from storage.messages import LayerSums
-from tests.unit.workers.models import take_steps, tiny
+from tests.unit.workers.models import split, take_steps, tiny
 from workers.delta import DeltaMeter
-from workers.layers import find_layers
+from workers.layers import Layer, find_layers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
 from workers.slices import cut
@@ -19,27 +20,39 @@ GPU = pytest.param(
 
 
 def meters(
-    model: Any, optimizer: torch.optim.Optimizer, world_size: int, fraction: float, seed: int = 0
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    world_size: int,
+    fraction: float,
+    seed: int = 0,
+    layers: Sequence[Layer] = (),
 ) -> list[DeltaMeter]:
-    layers = find_layers(model)
+    layers = layers or find_layers(model)
     return [
         DeltaMeter(layers, [cut(layer, model, rank, world_size) for layer in layers], model, optimizer, fraction, seed)
         for rank in range(world_size)
     ]
 
 
-def formula(model: Any, optimizer: torch.optim.Optimizer, reference: dict[str, torch.Tensor]) -> list[list[float]]:
+def formula(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    reference: dict[str, torch.Tensor],
+    layers: Sequence[Layer] = (),
+) -> list[list[float]]:
     rows = []
-    for layer in find_layers(model):
+    for layer in layers or find_layers(model):
         row = [0.0, 0.0, 0.0]
-        for name in layer.params:
-            parameter = model.get_parameter(name)
+        for held in layer.params:
+            parameter = model.get_parameter(held.tensor)
             if not parameter.requires_grad:
                 continue
-            moved = parameter.detach().double() - reference[name].double()
+            part = slice(held.first, held.first + held.count)
+            before = reference[held.tensor].double().flatten()[part]
+            moved = parameter.detach().double().flatten()[part] - before
             state = optimizer.state[parameter]
-            momentum = state["exp_avg"].double() / (1 - 0.8 ** state["step"].double())
-            terms = (moved.square().sum(), reference[name].double().square().sum(), -(momentum * moved).sum())
+            momentum = state["exp_avg"].double().flatten()[part] / (1 - 0.8 ** state["step"].double())
+            terms = (moved.square().sum(), before.square().sum(), -(momentum * moved).sum())
             row = [total + float(term) for total, term in zip(row, terms, strict=True)]
         rows.append(row)
     return rows
@@ -56,15 +69,19 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 def test_exact_measurement_is_the_plain_formula(kind: str, world_size: int, dtype: torch.dtype, device: str) -> None:
     model = tiny(kind, dtype=dtype).to(device)
     optimizer = build_optimizer(model, OPTIONS)
-    ranks = meters(model, optimizer, world_size, 1.0)
+    layers = split(model, "1/30" if world_size > 1 else 1.0)
+    ranks = meters(model, optimizer, world_size, 1.0, layers=layers)
     reference = weights(model)
     take_steps(model, optimizer)
     sums = sum(meter.measure() for meter in ranks)
-    assert sums.shape == (len(find_layers(model)), 3)
+    assert sums.shape == (len(layers), 3)
     assert sums.dtype == torch.float64
     assert sums.device.type == device
     torch.testing.assert_close(
-        sums.cpu(), torch.tensor(formula(model, optimizer, reference), dtype=torch.float64), rtol=1e-4, atol=1e-9
+        sums.cpu(),
+        torch.tensor(formula(model, optimizer, reference, layers), dtype=torch.float64),
+        rtol=1e-4,
+        atol=1e-9,
     )
 
 
@@ -102,6 +119,26 @@ def test_sample_estimates_the_sums_and_does_not_depend_on_the_number_of_ranks() 
         torch.testing.assert_close(measured[size], measured[1], rtol=1e-5, atol=0)
     other = sum(meter.measure() for meter in meters(model, optimizer, 1, 1 / 64, seed=1))
     assert not torch.equal(other[:, 1], measured[1][:, 1])
+
+
+def test_parts_are_sampled_each_on_its_own() -> None:
+    """Runs lie in their part whatever its first element is, and the least part has some."""
+    model = wide()
+    optimizer = build_optimizer(model, OPTIONS)
+    layers = split(model, "1/20")
+    assert any(held.first % 64 for layer in layers for held in layer.params)
+    by_world = {size: meters(model, optimizer, size, 1 / 8, layers=layers) for size in (1, 3)}
+    reference = weights(model)
+    disturb(model, optimizer)
+    exact = torch.tensor(formula(model, optimizer, reference, layers), dtype=torch.float64)
+    measured = {size: sum(meter.measure() for meter in ranks) for size, ranks in by_world.items()}
+    torch.testing.assert_close(measured[1], exact, rtol=0.07, atol=0)
+    torch.testing.assert_close(measured[3], measured[1], rtol=1e-5, atol=0)
+    for meter in by_world[1]:
+        meter.rebase([layers[1].name])
+        moved = meter.measure()[:, 0]
+        assert moved[1] == 0
+        assert (moved[[0, *range(2, len(layers))]] > 0).all()
 
 
 def layer_sums(measured: torch.Tensor) -> list[LayerSums]:

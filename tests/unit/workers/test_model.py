@@ -96,7 +96,7 @@ def test_digest_sees_every_tensor(folder: Path) -> None:
     model = tiny("deepseek_v3", dtype=torch.bfloat16)
     layers = find_layers(model)
     seen = {base_digest(model, layers)}
-    names = [name for layer in layers for name in layer.params + layer.buffers]
+    names = [name for layer in layers for name in (*(held.tensor for held in layer.params), *layer.buffers)]
     for name in names:
         tensor = model.state_dict()[name]
         tensor.view(-1)[-1] += 1

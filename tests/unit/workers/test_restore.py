@@ -1,8 +1,10 @@
 """Restore of a composite from shards that other world sizes wrote, and what happens when one cannot be read."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,7 +20,7 @@ from storage.options import CheckpointOptions
 from storage.records import BASE, Manifest, ShardRef, VersionId
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.shard_writer import write_shard
-from tests.unit.workers.models import tiny
+from tests.unit.workers.models import split, tiny
 from workers.layers import Layer, find_layers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 class Trained:
     """A tiny model after two optimizer steps, and a way to store its layers."""
 
-    def __init__(self, seed: int, steps: int = 2) -> None:
+    def __init__(self, seed: int, steps: int = 2, layers_of: Callable[[Any], tuple[Layer, ...]] = find_layers) -> None:
         self.seed = seed
         self.model = tiny("llama-tied", seed)
         self.optimizer = build_optimizer(self.model, TrainingOptions(steps=9, learning_rate=1e-2))
@@ -46,7 +48,7 @@ class Trained:
             self.model(input_ids=ids, labels=ids).loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.layers = {layer.name: layer for layer in find_layers(self.model)}
+        self.layers = {layer.name: layer for layer in layers_of(self.model)}
 
     def store(self, store: LocalStore, layer: Layer, step: int, world_size: int, encoding: Encoding = RAW) -> LayerPlan:
         version = VersionId(layer=layer.name, step=step, epoch=1, attempt=1)
@@ -121,9 +123,59 @@ def test_a_composite_of_steps_and_world_sizes_comes_back_bit_for_bit(store: Loca
     assert same(target.state(target.layers[names[2]]), untouched)
 
 
-def test_delta_comes_back_close_and_lossless_bit_for_bit(store: LocalStore) -> None:
-    trained, target = Trained(1, steps=3), Trained(1, steps=0)
-    lossy, exact, *others = target.layers
+def test_parts_of_mixed_ages_come_back_bit_for_bit(store: LocalStore) -> None:
+    """But for `step`, of which a tensor has one: it is that of the newest part."""
+    trained = {steps: Trained(1, steps=steps, layers_of=split) for steps in (1, 2, 3)}
+    target = Trained(1, steps=0, layers_of=split)
+    base = {name: target.state(layer) for name, layer in target.layers.items()}
+    steps_of = {name: index * 2 % 5 % 4 for index, name in enumerate(target.layers)}
+    assert {steps_of[name] for name in target.layers if name.startswith("embedding.")} == {0, 1, 2, 3}
+    layers = {
+        name: trained[steps].store(store, target.layers[name], steps, world_size=1 + index % 3)
+        if steps
+        else LayerPlan(ref=BASE, manifest=None)
+        for index, (name, steps) in enumerate(steps_of.items())
+    }
+    run(plan(layers, 3), store, target)
+    newest: dict[str, int] = {}
+    for name, layer in target.layers.items():
+        for held in layer.params:
+            newest[held.tensor] = max(newest.get(held.tensor, 0), steps_of[name])
+    for name, layer in target.layers.items():
+        parts = slice_tensors(cut(layer, target.model, 0, 1), layer, target.model, target.optimizer)
+        expected = trained[steps_of[name]].state(layer) if steps_of[name] else base[name]
+        for part, want in zip(parts, expected, strict=True):
+            if part.kind == "step":
+                want = torch.full_like(want, newest[part.name])
+            assert torch.equal(part.tensor, want), (name, part.name, part.kind)
+
+
+def test_a_part_that_lacks_elements_is_told(store: LocalStore) -> None:
+    source, target = Trained(1, layers_of=split), Trained(1, steps=0, layers_of=split)
+    name = "embedding.01"
+    assert target.layers[name].params[0].first > 0
+    stored = source.store(store, source.layers[name], 2, 3)
+    others = {other: LayerPlan(ref=BASE, manifest=None) for other in target.layers if other != name}
+    asked: list[dict[str, str]] = []
+
+    def ask(problems: dict[str, str], outage: str | None) -> RestorePlan | None:
+        asked.append(problems)
+        return plan({**others, name: stored}, 2) if problems else None
+
+    holed = replace(stored, manifest=stored.manifest.model_copy(update={"shards": stored.manifest.shards[1:]}))
+    run(plan({**others, name: holed}, 2), store, target, ask)
+    assert "do not hold all of" in asked[0][name]
+    assert asked[1] == {}
+    assert same(target.state(target.layers[name]), source.state(source.layers[name]))
+
+
+@pytest.mark.parametrize("layers_of", [find_layers, split])
+def test_delta_comes_back_close_and_lossless_bit_for_bit(
+    store: LocalStore, layers_of: Callable[[Any], tuple[Layer, ...]]
+) -> None:
+    trained, target = Trained(1, steps=3, layers_of=layers_of), Trained(1, steps=0, layers_of=layers_of)
+    lossy, exact = list(target.layers)[1:3]
+    others = target.layers.keys() - {lossy, exact}
     layers = {
         name: trained.store(store, trained.layers[name], 3, 2, encoding_of(CheckpointOptions(codec=codec)))
         for name, codec in ((lossy, "delta"), (exact, "lossless"))

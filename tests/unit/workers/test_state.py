@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -6,8 +7,8 @@ import pytest
 import torch
 
 from storage.errors import CorruptObjectError, LayerCheckError
-from tests.unit.workers.models import CONFIGS, take_steps, tiny
-from workers.layers import find_layers, persistent_buffers
+from tests.unit.workers.models import CONFIGS, split, take_steps, tiny
+from workers.layers import Layer, find_layers, persistent_buffers
 from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
 from workers.slices import cut
@@ -28,11 +29,12 @@ GPU = pytest.param(
 )
 
 
-def everything(model: Any, optimizer: torch.optim.Optimizer, world_size: int) -> list[StateTensor]:
-    layers = find_layers(model)
+def everything(
+    model: Any, optimizer: torch.optim.Optimizer, world_size: int, layers: Sequence[Layer] = ()
+) -> list[StateTensor]:
     return [
         part
-        for layer in layers
+        for layer in layers or find_layers(model)
         for rank in range(world_size)
         for part in slice_tensors(cut(layer, model, rank, world_size), layer, model, optimizer)
     ]
@@ -46,17 +48,20 @@ def bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     return {name: to_numpy(tensor.detach().cpu().reshape(-1)).tobytes() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("world_size", "budget"), [(1, 1), (2, "1/30"), (3, 1), (5, "1/7")])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_element_has_exactly_one_owner(kind: str, world_size: int) -> None:
+def test_every_element_has_exactly_one_owner(kind: str, world_size: int, budget: float | str) -> None:
     model = tiny(kind)
     optimizer = build_optimizer(model, OPTIONS)
+    layers = split(model, budget)
     owners: Counter[tuple[str, str, int]] = Counter()
-    for part in everything(model, optimizer, world_size):
+    for part in everything(model, optimizer, world_size, layers):
         owners.update((part.name, part.kind, part.first + offset) for offset in range(part.tensor.numel()))
     expected = 0
-    for _, parameter in model.named_parameters():
-        expected += 3 * parameter.numel() + 1
+    for name, parameter in model.named_parameters():
+        expected += 3 * parameter.numel()
+        # Each part of a split tensor stores its `step`.
+        assert owners.pop((name, "step", 0)) == sum(held.tensor == name for layer in layers for held in layer.params)
     expected += sum(model.get_buffer(name).numel() for name in persistent_buffers(model))
     assert set(owners.values()) == {1}
     assert len(owners) == expected
@@ -92,7 +97,7 @@ def test_save_and_restore_give_back_every_bit(kind: str, dtype: torch.dtype, dev
     world_size = 3
     stored = [
         (part.name, part.kind, part.first, dtype_name(part.tensor), to_numpy(part.tensor.cpu()).copy())
-        for part in everything(model, optimizer, world_size)
+        for part in everything(model, optimizer, world_size, split(model))
     ]
     other = tiny(kind, seed=1, dtype=dtype).to(device)
     other_optimizer = build_optimizer(other, OPTIONS)
@@ -184,7 +189,7 @@ def test_planned_bytes_are_the_real_bytes(kind: str, freeze: tuple[str, ...], dt
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(freeze) if freeze else True)
     optimizer = build_optimizer(model, OPTIONS)
-    layers = find_layers(model)
+    layers = (*find_layers(model), *split(model))
     planned = [planned_layer_bytes(layer, model) for layer in layers]
     assert planned == [layer_bytes(layer, model, optimizer) for layer in layers]
     take_steps(model, optimizer)
