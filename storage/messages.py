@@ -1,6 +1,7 @@
 """Messages between the training ranks, the CheckpointActor and the ShardWriters. Scalars and names only, no tensors."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,14 @@ class Order:
     epoch: int
     attempt: int
     layers: tuple[str, ...]
+    spread_s: float | None = None
+    """Time over which each node's ShardWriter spreads its writing; None: as fast as possible."""
+
+    def spread_of(self, shard_bytes: int, node_bytes: Mapping[str, int]) -> float | None:
+        """One shard's part of `spread_s`. `node_bytes`: what its node hands over of each layer."""
+        if self.spread_s is None:
+            return None
+        return self.spread_s * shard_bytes / max(1, sum(node_bytes[layer] for layer in self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +150,8 @@ class ShardOrder:
     meta: ShardMeta
     ranges: tuple[ElementRange, ...]
     encoding: Encoding
+    spread_s: float | None = None
+    """The shard's part of its order's."""
 
 
 @dataclass(frozen=True, kw_only=True)

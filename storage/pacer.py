@@ -1,6 +1,7 @@
 """Pacer: what the decision remembers from tick to tick (the bucket, upload latency), and the facts it is given."""
 
 import math
+import statistics
 from collections import deque
 
 from storage.decision import Candidate, Facts, Node, decide
@@ -10,6 +11,9 @@ from storage.options import CheckpointOptions, parse_write_budget
 from storage.worker_group import WorkerGroup
 
 LATENCIES = 20
+STEPS_TIMED = 9
+SPREAD = 0.9
+"""Share of a tick over which to spread its writing: ticks vary, and the next one's must not pile up behind it."""
 
 
 class Pacer:
@@ -22,6 +26,7 @@ class Pacer:
         self._limit = in_flight_limit_bytes
         self._tokens = 0.0
         self._latencies = deque([options.interval_steps], maxlen=LATENCIES)
+        self._step_seconds = deque[float](maxlen=STEPS_TIMED)
         self._decisions = 0
         self.hurry = False
         """A node will be taken away: the budget and the threshold do not count, only the limit of bytes in flight."""
@@ -36,6 +41,8 @@ class Pacer:
 
     def decide(self, report: Report, ledger: Ledger, group: WorkerGroup) -> tuple[int, tuple[str, ...]]:
         """Number of the decision and the layers chosen; they are in flight from now on."""
+        if report.step_seconds is not None:
+            self._step_seconds.append(report.step_seconds)
         facts = self._facts(report, ledger, group)
         decision = decide(facts)
         self._tokens = decision.tokens
@@ -43,6 +50,20 @@ class Pacer:
         for layer in decision.layers:
             ledger.issue(self._decisions, layer, group.node_bytes[layer], facts.step)
         return self._decisions, decision.layers
+
+    def spread_s(self, report: Report, restore_point: int) -> float | None:
+        """Time over which to spread the writing of what has just been decided: a little less than a tick.
+
+        It must not cost more than a tick of lag: nothing is spread while somebody waits for it, or where `max_lag` or
+        the staleness bound leave no room for another tick between snapshot and commit.
+        """
+        options, interval = self._options, self._options.interval_steps
+        waits = report.hold or report.flush or self.hurry or options.mode == "full"
+        # Snapshots a tick from now, stored within the next two, committed and told to the ranks within two more.
+        late = report.step + 5 * interval - restore_point
+        if waits or not self._step_seconds or late > min(options.max_lag, options.staleness_bound_steps // 2):
+            return None
+        return SPREAD * interval * statistics.median(self._step_seconds)
 
     def _facts(self, report: Report, ledger: Ledger, group: WorkerGroup) -> Facts:
         options, standing = self._options, report.hold or report.flush

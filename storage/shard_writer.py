@@ -54,12 +54,12 @@ def write_shard(
     tensors: Sequence[ShardTensor],
     encoding: Encoding = RAW,
     base: Base | None = None,
-    after_batch: Callable[[], None] = lambda: None,
+    after_batch: Callable[[float], None] = lambda _: None,
 ) -> ShardSummary:
     """Store `tensors` as a shard under `key`; durable on return, invisible after an exception.
 
     A chunk is stored raw where its codec has no place for it or does not make it smaller. `after_batch` is called when
-    a record batch has been written.
+    a record batch has been written, with the share of the elements' bytes that is written.
 
     Raises:
         StoreError: the store failed.
@@ -73,11 +73,13 @@ def write_shard(
     with store.open_writer(key) as stream:
         # No `with`: closing the writer on the way out of an exception would give the torn file a valid footer.
         writer = pa.ipc.new_file(stream, schema)
-        unflushed = 0
+        unflushed = done = 0
+        total = sum(piece.bytes for batch in batches for piece in batch)
         for batch in batches:
             encoded = [_encoded(piece, encoding, base) for piece in batch]
             writer.write_batch(_record_batch(batch, encoded, schema, checksums))
-            after_batch()
+            done += sum(piece.bytes for piece in batch)
+            after_batch(done / total if total else 1.0)
             unflushed += sum(len(payload) for _, payload in encoded)
             if unflushed >= _FLUSH_BYTES:
                 stream.flush()

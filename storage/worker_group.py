@@ -25,6 +25,11 @@ class WorkerGroup:
         }
         return cls(facts, nodes, node_bytes)
 
+    def bytes_on(self, node: str) -> dict[str, int]:
+        """Bytes that `node` hands over, by layer."""
+        index = self.nodes.index(node)
+        return {layer: sizes[index] for layer, sizes in self.node_bytes.items()}
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -23,6 +23,7 @@ from storage.finite import count_nonfinite
 from storage.messages import ShardOrder, ShardOutcome, WriterReport
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
+from storage.pace import Pace, Window
 from storage.probe import check_token
 from storage.records import ShardRef, VersionId
 from storage.shard_format import ShardTensor
@@ -40,6 +41,7 @@ class ShardWriter:
     def __init__(self, storage: StorageOptions, run: str, faults: Sequence[FaultOptions]) -> None:
         self._store = open_object_store(storage, run)
         self._faults = FaultPoints(faults, "writer", self._store)
+        self._pace = Pace()
         self._uploads = ThreadPoolExecutor(PARALLEL_UPLOADS, thread_name_prefix="upload")
         self._pending: set[tuple[VersionId, int]] = set()
         self._outcomes: dict[tuple[VersionId, int], ShardOutcome] = {}
@@ -63,7 +65,8 @@ class ShardWriter:
         `base`: the base version of the same elements of the parameters; nothing if `order.encoding` needs none.
         """
         self._pending.add((order.meta.version, order.meta.rank))
-        task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors, base))
+        window = self._pace.window(order.meta.step, order.spread_s)
+        task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors, base, window))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -83,7 +86,8 @@ class ShardWriter:
         return WriterReport(news=self._news, pending=frozenset(self._pending), outcomes=tuple(self._outcomes.values()))
 
     async def nudge(self) -> None:
-        """Let a `poll` that waits answer now."""
+        """Somebody waits for what is held: store it as fast as possible, and let a `poll` that waits answer now."""
+        self._pace.hurry()
         self._changed.set()
 
     def _watch_for_abandonment(self) -> None:
@@ -96,21 +100,28 @@ class ShardWriter:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _store_shard(
-        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor]
+        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor], window: Window
     ) -> None:
         key = (order.meta.version, order.meta.rank)
         loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors, base)
+        outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors, base, window)
         self._outcomes[key] = outcome
         self._pending.discard(key)
         self._news += 1
         self._changed.set()
 
     def _store_blocking(
-        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor]
+        self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor], window: Window
     ) -> ShardOutcome:
         version, rank, world_size = order.meta.version, order.meta.rank, order.meta.world_size
         strike = partial(self._faults.strike, step=version.step, attempt=version.attempt, rank=rank)
+
+        def after_batch(share: float) -> None:
+            strike("during_upload")
+            if share < 1:  # else it is as good as stored
+                window.wait(share)
+
+        window.wait(0.0)
         outcome = ShardOutcome(version=version, world_size=world_size, rank=rank)
         try:
             for tensor in tensors:
@@ -128,7 +139,7 @@ class ShardWriter:
                 tensors,
                 order.encoding,
                 base_of(base),
-                after_batch=partial(strike, "during_upload"),
+                after_batch=after_batch,
             )
             strike("after_upload")
         except LayerCheckError as error:

@@ -49,6 +49,7 @@ class WriterGroup:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._left_behind: set[str] = set()
         self._held: dict[str, _Held] = {}
+        self._followed: dict[str, Any] = {}
         self._draining = 0
         self.moment = 0
         """Counts questions to writers: what happened at a moment, a writer asked later takes into account."""
@@ -107,14 +108,18 @@ class WriterGroup:
         moment, deadline = self.moment, time.monotonic() + timeout_s
         self._draining += 1
         try:
-            for node in self._nodes:
-                (await self._writer(node)).nudge.remote()  # else the poll under way would first wait for news
+            self.nudge()
             while time.monotonic() < deadline:
                 if self.all_heard_since(moment) and not self.pending() and is_settled():
                     return
                 await asyncio.sleep(0.02)
         finally:
             self._draining -= 1
+
+    def nudge(self) -> None:
+        """Somebody waits for what the writers hold: they store it as fast as possible, and answer at once."""
+        for writer in self._followed.values():
+            writer.nudge.remote()
 
     async def check_token(self, token: str) -> None:
         """Raise `StoreError` unless every writer sees the object that holds `token`."""
@@ -155,14 +160,18 @@ class WriterGroup:
         follower = self._followers.pop(name, None)
         if follower is not None:
             follower.cancel()
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         self._held.pop(name, None)
+        self._followed.pop(name, None)
 
     async def _follow(self, name: str, node: str) -> None:
         while True:
             # Ends when it is being restarted, or its node is lost.
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 await self._listen(name, await self._writer(node))
-            self._held.pop(name, None)
+            self._forget(name)
             await asyncio.sleep(RESTART_WAIT_S)
 
     async def _follow_left_behind(self, name: str) -> None:
@@ -171,9 +180,10 @@ class WriterGroup:
             await self._listen(name, await asyncio.to_thread(find_writer, name))
         self._left_behind.discard(name)
         self._followers.pop(name, None)
-        self._held.pop(name, None)
+        self._forget(name)
 
     async def _listen(self, name: str, writer: Any) -> None:
+        self._followed[name] = writer
         seen, forget = -1, list[ShardKey]()
         while True:
             self.moment += 1

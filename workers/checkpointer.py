@@ -22,6 +22,7 @@ from storage.object_store import ObjectStore
 from storage.options import CheckpointOptions
 from storage.records import BaseVersion, LayerFacts
 from storage.shard_format import ShardTensor
+from storage.worker_group import WorkerGroup
 from workers.delta import DeltaMeter
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
@@ -139,8 +140,16 @@ class Checkpointer:
         if not isinstance(answer, RestorePlan):
             raise RunStoppedError(answer)
         self._attempt = answer.attempt
-        writer = answer.writers[ray.get_runtime_context().get_node_id()]
-        self._hand_overs = HandOvers(writer, self._run, self._slices, self._encoding, self._base_slices, self._faults)
+        node = ray.get_runtime_context().get_node_id()
+        self._hand_overs = HandOvers(
+            answer.writers[node],
+            self._run,
+            self._slices,
+            self._encoding,
+            self._base_slices,
+            WorkerGroup.of(self._attempt_facts).bytes_on(node),
+            self._faults,
+        )
         self._faults.begin(answer.attempt)
         self._faults.at_step(answer.step)
         self._faults.strike("restore")

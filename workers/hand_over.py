@@ -25,11 +25,15 @@ class HandOvers:
         slices: Mapping[str, Slice],
         encoding: Encoding,
         base: Mapping[str, ray.ObjectRef[list[ShardTensor]]],
+        node_bytes: Mapping[str, int],
         faults: FaultInjector,
     ) -> None:
-        """`base` holds, if `encoding` needs it, what this rank owns of each layer's base version."""
+        """`base` holds, if `encoding` needs it, what this rank owns of each layer's base version.
+
+        `node_bytes`: bytes of each layer that all ranks of this node own.
+        """
         self._writer_name, self._run, self._slices, self._faults = writer_name, run, slices, faults
-        self._encoding, self._base = encoding, base
+        self._encoding, self._base, self._node_bytes = encoding, base, node_bytes
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._writer: Any = None
         self._under_way: deque[tuple[str, ray.ObjectRef[None] | None]] = deque()
@@ -59,7 +63,9 @@ class HandOvers:
             rank=self._rank,
             world_size=self._world_size,
         )
-        shard = ShardOrder(meta=meta, ranges=self._slices[layer].ranges, encoding=self._encoding)
+        spread_s = order.spread_of(sum(tensor.data.nbytes for tensor in tensors), self._node_bytes)
+        ranges = self._slices[layer].ranges
+        shard = ShardOrder(meta=meta, ranges=ranges, encoding=self._encoding, spread_s=spread_s)
         put = ray.put(tensors)
         self._faults.strike("hand_over")
         try:

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from storage.ledger import Ledger
 from storage.messages import AttemptFacts, Report
@@ -13,6 +14,16 @@ from storage.worker_group import WorkerGroup
 from tests.helpers.records import LAYER_BYTES, facts
 
 NAMES = ("a", "b", "c", "d")
+LAYERS = facts(*NAMES)
+GROUP = WorkerGroup.of(
+    AttemptFacts(
+        node_of_rank=("n",),
+        facts=LAYERS,
+        shard_bytes=dict.fromkeys(NAMES, (LAYER_BYTES,)),
+        base=BaseVersion(source="m", digest="d"),
+    )
+)
+SUMS = np.array([((1 - 0.1 * i) ** 2, 1, math.nan) for i in range(len(NAMES))])
 
 
 def chosen(share: float, encoded: dict[str, int], budget: str = "1/4") -> tuple[str, ...]:
@@ -21,11 +32,7 @@ def chosen(share: float, encoded: dict[str, int], budget: str = "1/4") -> tuple[
     pacer = Pacer(options, 10**9, share)
     for layer, size in encoded.items():
         pacer.encoded(layer, size)
-    layers = facts(*NAMES)
-    base = BaseVersion(source="m", digest="d")
-    group = AttemptFacts(node_of_rank=("n",), facts=layers, shard_bytes=dict.fromkeys(NAMES, (LAYER_BYTES,)), base=base)
-    report = Report(attempt=1, step=1, sums=np.array([((1 - 0.1 * i) ** 2, 1, math.nan) for i in range(len(NAMES))]))
-    return pacer.decide(report, Ledger(layers, 50, None), WorkerGroup.of(group))[1]
+    return pacer.decide(Report(attempt=1, step=1, sums=SUMS), Ledger(LAYERS, 50, None), GROUP)[1]
 
 
 def test_a_budget_of_a_quarter_of_the_state_takes_one_raw_layer() -> None:
@@ -40,3 +47,40 @@ def test_it_takes_as_many_as_fit_when_encoded() -> None:
 def test_what_a_version_took_replaces_the_estimate() -> None:
     assert chosen(1.0, {"a": 10, "b": 80}) == ("a", "b")
     assert chosen(0.1, {"a": 100}) != NAMES
+
+
+def spread_s(step: int, seconds: tuple[float, ...], restore_point: int, **changes: object) -> float | None:
+    """Of a run whose steps took so many `seconds`, at `step`; `changes` are of its options and of the report."""
+    standing = {name: changes.pop(name) for name in ("hold", "flush") if name in changes}
+    hurry = bool(changes.pop("hurry", False))
+    options = CheckpointOptions(**changes)
+    pacer = Pacer(options, 10**9, 1.0)
+    for took in seconds:
+        report = Report(attempt=1, step=step, sums=SUMS, step_seconds=took, **standing)
+        pacer.decide(report, Ledger(LAYERS, 50, None), GROUP)
+    pacer.hurry = hurry
+    return pacer.spread_s(report, restore_point)
+
+
+def test_writing_is_spread_over_a_tick() -> None:
+    assert spread_s(20, (3.0, 2.0, 9.0), 18) == pytest.approx(2.7)
+    assert spread_s(20, (3.0, 2.0, 9.0), 20, interval_steps=2) == pytest.approx(5.4)
+
+
+@pytest.mark.parametrize(
+    ("restore_point", "changes"),
+    [
+        (18, {"hold": True}),
+        (18, {"flush": True}),
+        (18, {"hurry": True}),
+        (18, {"mode": "full"}),
+        (14, {}),  # a tick more could reach `max_lag`
+        (18, {"max_lag": 6}),
+        (18, {"staleness_bound_steps": 13}),
+        (18, {"max_lag": 20, "interval_steps": 5}),
+    ],
+)
+def test_nothing_is_spread_while_somebody_waits_or_a_bound_is_near(
+    restore_point: int, changes: dict[str, object]
+) -> None:
+    assert spread_s(20, (3.0,), restore_point, **changes) is None

@@ -41,8 +41,8 @@ class _Group(WriterGroup):
         return self.called
 
 
-@pytest.mark.parametrize("uploads", [0, 1])
-def test_draining_waits_for_uploads_but_not_for_a_poll(
+@pytest.mark.parametrize("uploads", [0, 1, 9])
+def test_draining_waits_for_uploads_but_neither_for_a_poll_nor_for_their_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: int
 ) -> None:
     monkeypatch.setattr(writer_group, "POLL_S", FOR_EVER_S)
@@ -60,9 +60,14 @@ def test_draining_waits_for_uploads_but_not_for_a_poll(
         group.called = _Called(writer)
         group.follow(["node"])
         await asyncio.sleep(0.1)  # its second poll waits for news now, for ever
-        for _ in range(uploads):
+        for rank in range(uploads):
             tensor = ShardTensor("w", "param", "float32", 0, 1 << 20, np.zeros(1 << 20, "<f4"))
-            await writer.accept(ShardOrder(meta=META, ranges=(), encoding=RAW), [tensor], [])
+            meta = META.model_copy(update={"rank": rank, "world_size": uploads})
+            order = ShardOrder(meta=meta, ranges=(), encoding=RAW, spread_s=FOR_EVER_S if rank else 0.0)
+            await writer.accept(order, [tensor], [])
+        if uploads > 1:
+            await asyncio.sleep(0.2)
+            assert len(taken) <= 2, "nothing was spread: a test of nothing"
         await group.drain(lambda: True, FOR_EVER_S)
         assert len(taken) == uploads
         assert not group.pending()
