@@ -239,10 +239,8 @@ class CheckpointActor:
         spread_s = self._pacer.spread_s(report, ledger.committed.step)
         order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers, spread_s=spread_s)
         self._recorder.tick(report, ledger.trained, ledger.committed.step, layers)
-        if report.hold or report.flush:
-            self._writers.nudge()
-            if not layers:
-                await self._next_commit()
+        if not layers and (report.hold or report.flush):
+            await self._next_commit()
         lag = report.step + self._options.interval_steps - ledger.committed.step
         if report.hold and lag <= self._options.max_lag:
             self._state = "training"
@@ -251,6 +249,7 @@ class CheckpointActor:
 
     async def _next_commit(self) -> None:
         """Wait a moment for a restore point: ranks that stand still would only ask again at once."""
+        self._writers.nudge()
         self._commits.committed.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._commits.committed.wait(), STANDING_S)
@@ -271,9 +270,8 @@ class CheckpointActor:
                 given = await asyncio.to_thread(nodes_given_notice)
                 here = given.intersection(self._attempts.group.nodes if self._attempts.group else ())
                 self._pacer.hurry = bool(here)
-                if here - told:
-                    self._writers.nudge()
                 for node in here - told:
+                    self._writers.nudge()
                     what = f"node {node} will be taken away: layers are persisted beyond the budget from now on"
                     self._commits.journal.incident("preemption notice", what)
                 told |= here
