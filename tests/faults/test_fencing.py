@@ -12,6 +12,7 @@ from storage import keys
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_object_store
 from storage.records import digest_of
+from storage.retention import Rule, retained
 from tests.helpers.runs import (
     Runs,
     actor_process,
@@ -55,7 +56,12 @@ def test_a_driver_and_its_actor_that_wake_up_after_a_takeover(
         server: S3Server = request.getfixturevalue("moto")
         s3 = {"endpoint": server.endpoint, "access_key": "test", "secret_key": "testsecret", "region": "us-east-1"}
         storage = {"url": f"s3://{server.new_bucket()}/runs", "s3": s3}
-    sections = {"storage": storage, "training": {"steps": 30}, "scaling": ALONE}
+    sections = {
+        "storage": storage,
+        "training": {"steps": 30, "eval_every_steps": 6},
+        "scaling": ALONE,
+        "checkpoint": {"milestone_every_steps": 10, "keep_best": 1},
+    }
     spec = runs.spec(name, **sections)
     store = open_object_store(spec.storage, name)
     with driver_process(runs.spec_file(name, **sections), address=session_address()) as first:
@@ -81,6 +87,9 @@ def test_a_driver_and_its_actor_that_wake_up_after_a_takeover(
     assert record is not None
     assert (record.epoch, record.finished, record.step) == (2, True, 30)
     assert record.recoveries[0].cause == "the job was submitted again"
+    kept = retained(Catalog(store).restorable().records, Rule.of(spec.checkpoint))
+    assert [point.record.step // 10 for point in kept if "milestone" in point.kinds] == [3, 2, 1]
+    assert len([point for point in kept if "best" in point.kinds]) == 1
     assert verify_run(store).problems == []
 
 
