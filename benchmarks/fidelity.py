@@ -13,6 +13,7 @@ import argparse
 import copy
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from workers.layers import find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
 from workers.slices import cut
+from workers.split import split_layers
 from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
 
@@ -61,14 +63,16 @@ class Lab:
         self.examples, self.held_out = data.train, data.held_out
         model = build_model(spec.model, spec.training.seed)
         self.optimizer = build_optimizer(model, spec.training)
-        self.layers = find_layers(model, spec.model.layers)
+        # Split as at any budget that passes a block in a tick.
+        self.layers = split_layers(find_layers(model, spec.model.layers), model, CheckpointOptions(), spec.model.dtype)
         self.slices = [cut(layer, model, 0, 1) for layer in self.layers]
         self.views: dict[str, list[StateTensor]] = {
             layer.name: slice_tensors(part, layer, model, self.optimizer)
             for layer, part in zip(self.layers, self.slices, strict=True)
         }
         self.bytes = {layer.name: layer_bytes(layer, model, self.optimizer) for layer in self.layers}
-        self.base = copy.deepcopy(self.save())
+        self._copies: dict[str, list[Tensor]] = {}
+        self.base = self.save()
         self.base_elements = model_base(copy.deepcopy(model))
         self.trainee = Trainee(
             DistributedDataParallel(model), self.optimizer, spec.training, torch.device("cpu"), pad_id=0
@@ -80,17 +84,21 @@ class Lab:
         return {name: self.copy_of(name) for name in self.views}
 
     def copy_of(self, layer: str) -> list[Tensor]:
-        """A copy of one layer state."""
-        return [part.tensor.clone() for part in self.views[layer]]
+        """A copy of one layer state as it is now; all who ask at the same step share it, and nobody may change it."""
+        if layer not in self._copies:
+            self._copies[layer] = [_in_file(part.tensor) for part in self.views[layer]]
+        return self._copies[layer]
 
     def load(self, state: State) -> None:
         """Fill model and optimizer in place."""
+        self._copies = {}
         for name, parts in state.items():
             for view, part in zip(self.views[name], parts, strict=True):
                 view.tensor.copy_(part)
 
     def step(self, step: int) -> float:
         """One optimizer step; returns the mean loss of its label tokens."""
+        self._copies = {}
         loss, labels, _ = forward_backward(self.trainee, self.examples, step)
         clipped_gradient_norm(self.trainee)
         set_learning_rate(self.optimizer, learning_rate(step, self.total_steps, self.training))
@@ -108,6 +116,14 @@ class Lab:
         return DeltaMeter(
             self.layers, self.slices, model, self.optimizer, options.reference_fraction, self.training.seed
         )
+
+
+def _in_file(tensor: Tensor) -> Tensor:
+    """A copy that the kernel may move to the disk: the states that ten policies keep do not fit in memory."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(max(1, tensor.nbytes))
+        kept = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return kept.view(tensor.shape).copy_(tensor)
 
 
 @dataclass
@@ -195,8 +211,9 @@ class Replica:
         return decision.layers
 
     def composite(self) -> State:
-        """Every layer's newest durable version, as the codec gives it back."""
-        return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in self.newest.items()}
+        """Every layer's newest durable version, as the codec gives it back; the newest last, as a restore has them."""
+        versions = sorted(self.newest.items(), key=lambda version: version[1][0])
+        return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in versions}
 
     def failed(self) -> None:
         """The training processes are gone: what was chosen is never snapshot."""
