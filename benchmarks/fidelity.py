@@ -11,12 +11,14 @@ is not the policy (data, seeds, arithmetic) is the same, so the difference is th
 
 import argparse
 import copy
+import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -403,19 +405,40 @@ def deviations(study: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield recovery["policy"], 100 * (loss / study["alone"][step] - 1)
 
 
+def progress_lost(study: dict[str, Any], recovery: dict[str, Any]) -> float:
+    """Steps of the failure-free run between where its held-out loss was the composite's and the failure."""
+    curve = sorted((step, loss) for step, loss in study["alone"].items() if step <= recovery["failure"])
+    steps, losses = np.array(curve).T
+    falling = np.minimum.accumulate(losses)
+    return float(recovery["failure"] - np.interp(-recovery["restored_loss"], -falling, steps))
+
+
 def report(studies: list[dict[str, Any]]) -> None:
-    """Deviation by policy over seeds, failures and steps after."""
+    """By policy, over seeds, failures and steps after: bytes, deviation, and the progress that a failure costs."""
     found: dict[str, list[float]] = {}
     for one in studies:
         for policy, percent in deviations(one):
             found.setdefault(policy, []).append(percent)
     for policy, percents in found.items():
-        reductions = [r["reduction"] for one in studies for r in one["recoveries"] if r["policy"] == policy]
+        recoveries = [(one, r) for one in studies for r in one["recoveries"] if r["policy"] == policy]
         spread = statistics.stdev(percents) if len(percents) > 1 else 0.0
+        lost = [progress_lost(one, recovery) for one, recovery in recoveries]
+        reduction = min(recovery["reduction"] for _, recovery in recoveries)
         print(
-            f"{policy:36} {min(reductions):6.1f}x  mean {statistics.mean(percents):+.3f} %  sd {spread:.3f}  "
-            f"largest {max(percents, key=abs):+.3f} %  (n={len(percents)})"
+            f"{policy:36} {reduction:6.1f}x  mean {statistics.mean(percents):+.3f} %  "
+            f"sd {spread:.3f}  largest {max(percents, key=abs):+.3f} %  progress lost {statistics.mean(lost):.1f} steps "
+            f"(of each failure: {', '.join(f'{steps:.1f}' for steps in lost)})"
         )
+
+
+def read_studies(paths: list[Path]) -> list[dict[str, Any]]:
+    """Studies of earlier records."""
+    studies = [study for path in paths for study in json.loads(path.read_text())["studies"]]
+    for one in studies:  # JSON has no keys but strings
+        one["alone"] = {int(step): loss for step, loss in one["alone"].items()}
+        for recovery in one["recoveries"]:
+            recovery["losses"] = {int(step): loss for step, loss in recovery["losses"].items()}
+    return studies
 
 
 def say(text: str) -> None:
@@ -427,8 +450,8 @@ def main() -> None:
     """Parse, study, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", default="jobs/smollm2-gsm8k.yaml", help="job spec with everything else")
-    parser.add_argument("--model", required=True, help="model folder")
-    parser.add_argument("--data", required=True, help="JSONL of questions and answers, or of messages")
+    parser.add_argument("--model", help="model folder")
+    parser.add_argument("--data", help="JSONL of questions and answers, or of messages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--failures", type=int, nargs="+", default=[60, 90], help="steps at which every policy fails")
     parser.add_argument("--after", type=int, default=20, help="steps trained after a failure")
@@ -437,7 +460,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="more settings, as FIELD=VALUE of the job spec")
     parser.add_argument("--name", default="fidelity", help="name of the record")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="only say what these records tell together")
     args = parser.parse_args()
+    if args.summarize:
+        report(read_studies(args.summarize))
+        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policies = [POLICIES[name] for name in args.policies]
     studies, chains = [], []
