@@ -426,7 +426,7 @@ def report(studies: list[dict[str, Any]]) -> None:
         reduction = min(recovery["reduction"] for _, recovery in recoveries)
         print(
             f"{policy:36} {reduction:6.1f}x mean {statistics.mean(percents):+.3f} %  "
-            f"sd {spread:.3f}  largest {max(percents, key=abs):+.3f} %  progress lost {statistics.mean(lost):.1f} steps "
+            f"sd {spread:.3f}  largest {max(percents, key=abs):+.3f} %  lost {statistics.mean(lost):.1f} steps "
             f"(each: {', '.join(f'{steps:.1f}' for steps in lost)})"
         )
 
