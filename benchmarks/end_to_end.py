@@ -194,11 +194,7 @@ def _middle(found: list[Run], method: str, where: str, value: str) -> float:
 
 def evenness(one: Run) -> float:
     """Largest second of writes over the mean one, from `STARTED_S` to the end of training."""
-    events = [
-        (at, size)
-        for at, size in one["writes"]
-        if STARTED_S <= at <= one["seconds_to_last_step"] and one["seconds_to_last_step"] > 2 * STARTED_S
-    ]
+    events = [(at, size) for at, size in one["writes"] if STARTED_S <= at <= one["seconds_to_last_step"]]
     return largest_over_mean(events) if sum(size for _, size in events) else float("nan")
 
 

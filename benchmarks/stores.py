@@ -1,6 +1,5 @@
-"""Stores to measure on: a folder on the local disk, and an S3 server, with the filesystem's own reads beside them."""
+"""Stores to measure on: a folder on the local disk, and an S3 server."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,15 +24,3 @@ def s3_bucket() -> Iterator[StorageOptions | None]:
         return
     with tempfile.TemporaryDirectory(prefix="layercheck-ceph-") as folder, ceph_server(Path(folder)) as server:
         yield server.options(server.new_bucket())
-
-
-def drop_cached(folder: Path) -> None:
-    """Take the files below `folder` out of the page cache, so that they are read from the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
