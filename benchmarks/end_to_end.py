@@ -11,22 +11,21 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 from matplotlib.figure import Figure
 
 from benchmarks.evenness import largest_over_mean
 from benchmarks.piece import Mark, Outcome, Profile
-from benchmarks.rivals import METHODS
-from benchmarks.slow_link import can_be_slow, slow_link
-from benchmarks.stores import local_folder, s3_bucket
+from benchmarks.rivals import DCP, METHODS, NONE, OURS
+from benchmarks.stores import local_folder, slow_buckets
 from storage.catalog import Catalog
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
@@ -38,50 +37,53 @@ LONGEST_S = 1800.0
 STARTED_S = 3.0
 """What is written in the first seconds of a window is not counted for evenness: the bucket begins full."""
 
+LOCAL, SLOW = "local disk", "slow S3"
+
 Run = dict[str, Any]
+
+
+Place = Callable[[], AbstractContextManager[StorageOptions]]
+"""Makes a store for one run, which takes what it holds away with it: rivals keep every full checkpoint."""
 
 
 def run(profile: Profile) -> Outcome:
     """Every method on every store, in turn, as often as the profile says."""
     repeats, found = profile.pick(quick=1, full=3), list[Run]()
-    with ExitStack() as stack:
-        stores = {"local disk": stack.enter_context(local_folder())}
-        bucket = stack.enter_context(s3_bucket())
-        if bucket is not None and can_be_slow():
-            stores["slow S3"] = bucket
+    with slow_buckets(SLOW_BYTES_PER_S) as slow_bucket:
+        stores: dict[str, Place] = {LOCAL: local_folder}
+        if slow_bucket is not None and profile.name == "quick":  # large checkpoints do not fit in its memory
+            stores[SLOW] = slow_bucket
         for repeat in range(repeats):
-            for where, storage in stores.items():
+            for where, place in stores.items():
                 for method in METHODS:
-                    found.append(measure(profile, method, where, storage, repeat))
+                    with place() as storage:
+                        found.append({"store": where, "repeat": repeat, **measure(profile, method, storage)})
                     _say(found[-1])
     return Outcome(
-        marks(found),
+        [mark for where in stores for mark in marks(found, where)] + evenness_marks(found),
         {"write_budget": WRITE_BUDGET, "slow_bytes_per_s": SLOW_BYTES_PER_S, "runs": found},
         figures={"end-to-end": seconds_figure(found), "writes": writes_figure(found)},
     )
 
 
-def measure(profile: Profile, method: str, where: str, storage: StorageOptions, repeat: int) -> Run:
+def measure(profile: Profile, method: str, storage: StorageOptions) -> Run:
     """One run."""
-    with tempfile.TemporaryDirectory(prefix="layercheck-bench-") as folder, ExitStack() as stack:
-        if where == "slow S3":
-            stack.enter_context(slow_link(urlsplit(storage.s3.endpoint or "").port or 80, SLOW_BYTES_PER_S))
-        name = f"{method.replace(' ', '-')}-{repeat}"
-        began = time.perf_counter()
+    name, began = method.replace(" ", "-"), time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="layercheck-bench-") as folder:
         watched = _watched(
             [sys.executable, "-m", "benchmarks.timed_run", folder, method, *_arguments(profile, storage, name)]
         )
         told = Path(folder) / "run.json"
         if not told.exists():
-            raise RuntimeError(f"{method} on {where}: the run told nothing; its output:\n{watched.output}")
+            raise RuntimeError(f"{method} on {storage.url}: the run told nothing; its output:\n{watched.output}")
         timed = json.loads(told.read_text())
     window = (timed["ended_at"] - timed["seconds"], timed["ended_at"])
-    result = {"method": method, "store": where, "repeat": repeat, "wall_seconds": time.perf_counter() - began, **timed}
+    result = {"method": method, "wall_seconds": time.perf_counter() - began, **timed}
     result |= watched.within(*window)
-    if method == "layercheck":
+    if method == OURS:
         record = Catalog(open_object_store(storage, name)).newest_record()
         if record is None or not record.finished:
-            raise RuntimeError(f"{method} on {where}: the run did not finish:\n{watched.output}")
+            raise RuntimeError(f"{method} on {storage.url}: the run did not finish:\n{watched.output}")
         result |= {
             "bytes_written": record.totals.bytes_written,
             "ticks": record.totals.ticks,
@@ -101,7 +103,7 @@ def _arguments(profile: Profile, storage: StorageOptions, name: str) -> list[str
         "data.eval_examples": 2,
         "checkpoint.write_budget": WRITE_BUDGET,
         "checkpoint.interval_steps": 1,
-        "training.steps": profile.pick(quick=60, full=30),
+        "training.steps": profile.pick(quick=60, full=12),
     }
     if s3.access_key is not None and s3.secret_key is not None:
         settings |= {"storage.s3.endpoint": s3.endpoint, "storage.s3.access_key": s3.access_key.get_secret_value()}
@@ -151,7 +153,8 @@ def _watched(command: list[str]) -> _Watched:
             done.set()
             watcher.join()
             if driver.poll() is None:
-                driver.kill()
+                driver.terminate()  # it ends Ray's processes
+                driver.wait()
         output.seek(0)
         return _Watched(output.read()[-4000:], samples)
 
@@ -198,46 +201,45 @@ def evenness(one: Run) -> float:
     return largest_over_mean(events) if sum(size for _, size in events) else float("nan")
 
 
-def marks(found: list[Run]) -> list[Mark]:
-    """The lines of the table."""
-    lines = []
-    ours, dcp = "layercheck", "DCP async_save"
-    for where in dict.fromkeys(one["store"] for one in found):
-        least = 1.31 if where == "slow S3" else 1.0
-        told = f"{where} ({SLOW_BYTES_PER_S / 1e6:.0f} MB/s)" if where == "slow S3" else where
-        seconds = {method: _middle(found, method, where, "seconds") for method in METHODS}
-        ratio = seconds[dcp] / seconds[ours]
-        lines.append(
-            Mark(f"time against DCP async_save, {told}", f">= {least}x shorter", f"{ratio:.2f}x", met=ratio >= least)
-        )
-        lines += [
-            Mark(f"time against {other}, {told}", "", f"{seconds[other] / seconds[ours]:.2f}x", met=None)
-            for other in ("Ray Train ASYNC", "synchronous save")
-        ]
-        longer = 100 * (seconds[ours] / seconds["none"] - 1)
-        lines.append(Mark(f"time against no checkpoints, {told}", "<= 2 % longer", f"{longer:+.1f} %", met=longer <= 2))
-        for method in METHODS:
-            if method != "none":
-                added = _middle(found, method, where, "cpu_seconds") - _middle(found, "none", where, "cpu_seconds")
-                lines.append(Mark(f"CPU seconds added by {method}, {told}", "", f"{added:+.1f} s", met=None))
-        steps = [s for one in _by(found, ours, where) for s in one["step_seconds"]]
-        ticks = sorted(s for one in _by(found, ours, where) for s in one["tick_seconds"])
-        share, worst = 100 * median(ticks) / median(steps), 100 * ticks[int(0.99 * len(ticks))] / median(steps)
-        lines.append(Mark(f"loop time of a tick, {told}", "<= 0.5 % of a step", f"{share:.2f} %", met=share <= 0.5))
-        lines.append(Mark(f"loop time of a tick, p99, {told}", "<= 2 % of a step", f"{worst:.1f} %", met=worst <= 2))
-        for method in (ours, dcp):
-            if where == "local disk":
-                even = median(evenness(one) for one in _by(found, method, where))
-                met = even <= 2 if method == ours else None
-                lines.append(
-                    Mark(
-                        f"writes, largest second over mean, {method}",
-                        "<= 2" if met is not None else "",
-                        f"{even:.1f}",
-                        met=met,
-                    )
-                )
-    return lines
+def marks(found: list[Run], where: str) -> list[Mark]:
+    """Lines of the table on times, with one store."""
+    told = f"{where} ({SLOW_BYTES_PER_S / 1e6:.0f} MB/s)" if where == SLOW else where
+    seconds = {method: _middle(found, method, where, "seconds") for method in METHODS}
+    cpu = {method: _middle(found, method, where, "cpu_seconds") for method in METHODS}
+    least, ratio = 1.31 if where == SLOW else 1.0, seconds[DCP] / seconds[OURS]
+    longer = 100 * (seconds[OURS] / seconds[NONE] - 1)
+    lines = [
+        Mark(f"time against {DCP}, {told}", f">= {least}x shorter", f"{ratio:.2f}x", met=ratio >= least),
+        Mark(f"time against no checkpoints, {told}", "<= 2 % longer", f"{longer:+.1f} %", met=longer <= 2),
+    ]
+    lines += [
+        Mark(f"time against {other}, {told}", "", f"{seconds[other] / seconds[OURS]:.2f}x", met=None)
+        for other in METHODS
+        if other not in (OURS, DCP, NONE)
+    ]
+    lines += [
+        Mark(f"CPU seconds added by {method}, {told}", "", f"{cpu[method] - cpu[NONE]:+.1f} s", met=None)
+        for method in METHODS
+        if method != NONE
+    ]
+    ours = _by(found, OURS, where)
+    step = median(seconds for one in ours for seconds in one["step_seconds"])
+    ticks = sorted(seconds for one in ours for seconds in one["tick_seconds"])
+    share, worst = 100 * median(ticks) / step, 100 * ticks[int(0.99 * len(ticks))] / step
+    return [
+        *lines,
+        Mark(f"loop time of a tick, {told}", "<= 0.5 % of a step", f"{share:.2f} %", met=share <= 0.5),
+        Mark(f"loop time of a tick, p99, {told}", "<= 2 % of a step", f"{worst:.1f} %", met=worst <= 2),
+    ]
+
+
+def evenness_marks(found: list[Run]) -> list[Mark]:
+    """Lines of the table on how even writing to the local disk is."""
+    ours, dcp = (median(evenness(one) for one in _by(found, method, LOCAL)) for method in (OURS, DCP))
+    return [
+        Mark(f"writes, largest second over mean, {OURS}", "<= 2", f"{ours:.1f}", met=ours <= 2),
+        Mark(f"writes, largest second over mean, {DCP}", "", f"{dcp:.1f}", met=None),
+    ]
 
 
 def _say(one: Run) -> None:
@@ -256,7 +258,7 @@ def seconds_figure(found: list[Run]) -> Figure:
     for where, axes in zip(stores, figure.subplots(1, len(stores), squeeze=False)[0], strict=True):
         for place, method in enumerate(METHODS):
             values = [one["seconds"] for one in _by(found, method, where)]
-            axes.barh(place, median(values), color="#4477aa" if method == "layercheck" else "#bbbbbb")
+            axes.barh(place, median(values), color="#4477aa" if method == OURS else "#bbbbbb")
             axes.plot(values, [place] * len(values), "k.", markersize=4)
         axes.set_yticks(range(len(METHODS)), METHODS)
         axes.invert_yaxis()
@@ -268,9 +270,9 @@ def seconds_figure(found: list[Run]) -> Figure:
 def writes_figure(found: list[Run]) -> Figure:
     """Bytes that each method writes to the local disk, second by second."""
     figure = Figure(figsize=(7, 5), layout="constrained")
-    chosen = [method for method in METHODS if method != "none"]
+    chosen = [method for method in METHODS if method != NONE]
     for method, axes in zip(chosen, figure.subplots(len(chosen), 1, sharex=True), strict=True):
-        one = _by(found, method, "local disk")[0]
+        one = _by(found, method, LOCAL)[0]
         seconds: dict[int, float] = defaultdict(float)
         for at, size in one["writes"]:
             seconds[int(at)] += size / 1e6

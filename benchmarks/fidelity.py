@@ -465,6 +465,8 @@ def main() -> None:
     if args.summarize:
         report(read_studies(args.summarize))
         return
+    if args.model is None or args.data is None:
+        parser.error("--model and --data: expected both, to train")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policies = [POLICIES[name] for name in args.policies]
     studies, chains = [], []

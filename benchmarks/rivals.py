@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from storage.messages import Verdict
 from storage.options import StorageOptions
+from storage.s3_store import s3fs_arguments
 from workers.checkpointer import Checkpointer, RunStoppedError, StepStats
 
 
@@ -52,13 +53,10 @@ class NoCheckpoints(Checkpointer):
 
     def writer(self, step: int) -> dcp.StorageWriter:
         """PyTorch's own, for this store."""
-        path, s3 = f"{self.storage.url}/{self._run}-full/{step:06d}", self.storage.s3
+        path = f"{self.storage.url}/{self._run}-full/{step:06d}"
         if not path.startswith("s3://"):
             return dcp.FileSystemWriter(path)
-        if s3.access_key is None or s3.secret_key is None:
-            raise ValueError("a benchmark's store has keys of its own")
-        secret = s3.secret_key.get_secret_value()
-        return FsspecWriter(path, key=s3.access_key.get_secret_value(), secret=secret, endpoint_url=s3.endpoint)
+        return FsspecWriter(path, **s3fs_arguments(self.storage.s3))
 
 
 class SynchronousSave(NoCheckpoints):
@@ -102,10 +100,11 @@ class RayTrainReport(NoCheckpoints):
         ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
 
 
+NONE, OURS, DCP = "none", "layercheck", "DCP async_save"
 METHODS: dict[str, type[Checkpointer]] = {
-    "none": NoCheckpoints,
-    "layercheck": Checkpointer,
-    "DCP async_save": AsyncSave,
+    NONE: NoCheckpoints,
+    OURS: Checkpointer,
+    DCP: AsyncSave,
     "Ray Train ASYNC": RayTrainReport,
     "synchronous save": SynchronousSave,
 }

@@ -8,30 +8,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs
-
 import app.driver
 from app.cli import main
 from app.job_spec import JobSpec, load_spec
 from benchmarks.rivals import METHODS, RayTrainReport
 from benchmarks.timed_train import timed_train
+from storage.s3_store import arrow_filesystem
 
 
 def ray_trains_store(spec: JobSpec) -> dict[str, Any]:
     """Arguments of Ray Train's `RunConfig`."""
-    s3 = spec.storage.s3
-    if not spec.storage.url.startswith("s3://"):
-        return {"storage_path": str(Path(spec.storage.url).resolve())}
-    if s3.access_key is None or s3.secret_key is None or s3.endpoint is None:
-        raise ValueError("a benchmark's store has an endpoint and keys of its own")
-    scheme, _, host = s3.endpoint.partition("://")
-    filesystem = pyarrow.fs.S3FileSystem(
-        access_key=s3.access_key.get_secret_value(),
-        secret_key=s3.secret_key.get_secret_value(),
-        endpoint_override=host,
-        scheme=scheme,
-    )
-    return {"storage_path": spec.storage.url.removeprefix("s3://"), "storage_filesystem": filesystem}
+    url = spec.storage.url
+    if not url.startswith("s3://"):
+        return {"storage_path": str(Path(url).resolve())}
+    return {
+        "storage_path": url.removeprefix("s3://"),
+        "storage_filesystem": arrow_filesystem(spec.storage.s3),
+    }
 
 
 def start(folder: Path, method: str, arguments: list[str]) -> int:
