@@ -40,6 +40,7 @@ from workers.delta import DeltaMeter
 from workers.layers import find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.prediction import predict_weights
 from workers.slices import cut
 from workers.split import split_layers
 from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
@@ -98,12 +99,20 @@ class Lab:
             for view, part in zip(self.views[name], parts, strict=True):
                 view.tensor.copy_(part)
 
+    def predict(self, restored: dict[str, int]) -> None:
+        """Carry stale layers on, as a restart does."""
+        predict_weights(restored, self.layers, self.trainee.model.module, self.optimizer, self.learning_rate)
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        return learning_rate(step, self.total_steps, self.training)
+
     def step(self, step: int) -> float:
         """One optimizer step; returns the mean loss of its label tokens."""
         self._copies = {}
         loss, labels, _ = forward_backward(self.trainee, self.examples, step)
         clipped_gradient_norm(self.trainee)
-        set_learning_rate(self.optimizer, learning_rate(step, self.total_steps, self.training))
+        set_learning_rate(self.optimizer, self.learning_rate(step))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return loss / labels
@@ -217,6 +226,12 @@ class Replica:
         versions = sorted(self.newest.items(), key=lambda version: version[1][0])
         return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in versions}
 
+    def restore(self) -> None:
+        """Restart from the composite."""
+        self.lab.load(self.composite())
+        if self.options.weight_prediction:
+            self.lab.predict({name: step for name, (step, _) in self.newest.items()})
+
     def failed(self) -> None:
         """The training processes are gone: what was chosen is never snapshot."""
         self.durable, self._flying, self._chosen = self.newest, {}, ()
@@ -275,27 +290,51 @@ class Policy:
         return Replica(self.name, lab, CheckpointOptions(**self.checkpoint), self.full_every)
 
 
-COARSE = {"weight_bits": 2, "exp_avg_bits": 2, "exp_avg_sq_bits": 4}
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("raw 1/22.6 impact", {"write_budget": "1/22.6"}),
-        Policy("raw 1/22.6 drift", {"write_budget": "1/22.6", "criterion": "drift"}),
-        Policy("raw 1/22.6 oldest", {"write_budget": "1/22.6", "criterion": "oldest"}),
-        Policy("raw 1/22.6 impact, threshold 5e-4", {"write_budget": "1/22.6", "threshold": 5e-4}),
-        Policy("lossless 1/22.6 impact", {"write_budget": "1/22.6", "codec": "lossless"}),
-        Policy("delta 4/4/8 1/22.6 impact", {"write_budget": "1/22.6", "codec": "delta"}),
-        Policy("delta 4/4/8 1/22.6 oldest", {"write_budget": "1/22.6", "codec": "delta", "criterion": "oldest"}),
-        Policy(
-            "delta 2/2/4 1/22.6 oldest",
-            {"write_budget": "1/22.6", "codec": "delta", "delta": COARSE, "criterion": "oldest"},
-        ),
-        Policy("delta 4/4/8 1/100 impact", {"write_budget": "1/100", "codec": "delta"}),
-        Policy("delta 4/4/8 1/100 oldest", {"write_budget": "1/100", "codec": "delta", "criterion": "oldest"}),
-        Policy("delta 2/2/4 1/100 impact", {"write_budget": "1/100", "codec": "delta", "delta": COARSE}),
-        Policy("full every 23 steps", full_every=23),
-    )
-}
+def policy_named(name: str) -> Policy:
+    """The policy that the words of `name` describe: codec (with its bits), write budget, criterion and so on.
+
+    `raw 1/22.6 impact`, `delta 4/2/4 1/100 oldest`, `raw 1/22.6 drift threshold=5e-4`; `stored`: no weight prediction;
+    `full 23`: a full checkpoint every 23 steps.
+
+    Raises:
+        ValueError: a word means nothing.
+    """
+    words = name.split()
+    if words[0] == "full":
+        return Policy(name, full_every=int(words[1]))
+    checkpoint: dict[str, Any] = {"codec": words[0]}
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if word in ("drift", "impact", "oldest"):
+            checkpoint["criterion"] = word
+        elif word == "stored":
+            checkpoint["weight_prediction"] = False
+        elif key == "threshold":
+            checkpoint["threshold"] = float(value)
+        elif word.count("/") == 2:
+            kinds = ("weight_bits", "exp_avg_bits", "exp_avg_sq_bits")
+            checkpoint["delta"] = dict(zip(kinds, map(int, word.split("/")), strict=True))
+        else:
+            checkpoint["write_budget"] = word
+    return Policy(name, checkpoint)
+
+
+POLICIES = (
+    "raw 1/22.6 impact stored",
+    "raw 1/22.6 drift stored",
+    "raw 1/22.6 oldest stored",
+    "raw 1/22.6 impact threshold=5e-4 stored",
+    "raw 1/22.6 impact",
+    "raw 1/22.6 drift",
+    "raw 1/22.6 oldest",
+    "delta 4/4/8 1/22.6 oldest stored",
+    "delta 4/4/8 1/22.6 oldest",
+    "delta 4/4/8 1/22.6 impact",
+    "delta 4/4/8 1/100 oldest stored",
+    "delta 4/4/8 1/100 oldest",
+    "delta 4/4/8 1/100 impact",
+    "full 23",
+)
 
 
 @dataclass
@@ -315,12 +354,17 @@ class Recovery:
     """Held-out loss by step, after the restart."""
 
 
-def study(spec: JobSpec, policies: list[Policy], failures: list[int], after: int, threads: int) -> dict[str, Any]:
-    """One seed: the failure-free run, and every policy's recovery at every failure step."""
+def study(
+    spec: JobSpec, policies: list[Policy], failures: list[int], chained: list[int], after: int, threads: int
+) -> dict[str, Any]:
+    """One seed: the failure-free run, and every policy's recovery at every failure step.
+
+    It goes on and is evaluated as far as `chain` needs to compare with.
+    """
     lab = Lab(spec, threads)
     replicas = [policy.watch(lab) for policy in policies]
-    last = max(failures) + after
-    checks = sorted({0, last, *range(5, last, 5), *(f + after // 2 for f in failures), *(f + after for f in failures)})
+    last = max([*failures, *chained]) + after
+    checks = {0, last, *range(5, last, 5), *(f + after // 2 for f in failures), *(f + after for f in failures)}
     alone: dict[int, float] = {0: lab.evaluate()}
     training: dict[int, float] = {}
     recoveries = []
@@ -345,7 +389,7 @@ def study(spec: JobSpec, policies: list[Policy], failures: list[int], after: int
 
 def recover(lab: Lab, replica: Replica, failure: int, after: int, seed: int) -> Recovery:
     """Restore a policy's composite and train on; the replica goes on watching the failure-free run."""
-    lab.load(replica.composite())
+    replica.restore()
     point, ages = replica.restore_point, replica.ages()
     written = replica.bytes_written or 1
     found = Recovery(
@@ -369,11 +413,10 @@ def recover(lab: Lab, replica: Replica, failure: int, after: int, seed: int) -> 
 
 
 def chain(spec: JobSpec, policy: Policy, failures: list[int], after: int, threads: int) -> dict[str, Any]:
-    """One run that fails at each of `failures` and goes on from its own composite each time."""
+    """One run that fails at each of `failures` and goes on from its own composite each time; its loss at the end."""
     lab = Lab(spec, threads)
     replica = policy.watch(lab)
     last = max(failures) + after
-    losses: dict[int, float] = {}
     step, left = 0, sorted(failures)
     while step < last:
         step += 1
@@ -382,19 +425,18 @@ def chain(spec: JobSpec, policy: Policy, failures: list[int], after: int, thread
         if left and step == left[0]:
             left.pop(0)
             replica.failed()
-            lab.load(replica.composite())
+            replica.restore()
             replica.restarted()
             step = replica.restore_point
-        elif step == last or step in failures:
-            losses[step] = lab.evaluate()
-    reduction = replica.ticks * sum(lab.bytes.values()) / replica.bytes_written
-    say(f"{policy.name}, {len(failures)} failures in one run: {reduction:.1f}x, {losses}")
+    reduction, loss = replica.ticks * sum(lab.bytes.values()) / replica.bytes_written, lab.evaluate()
+    say(f"{policy.name}, {len(failures)} failures in one run: {reduction:.1f}x, {loss:.4f}")
     return {
         "policy": policy.name,
         "seed": spec.training.seed,
         "failures": failures,
         "reduction": reduction,
-        "losses": losses,
+        "last_step": last,
+        "loss": loss,
     }
 
 
@@ -413,7 +455,7 @@ def progress_lost(study: dict[str, Any], recovery: dict[str, Any]) -> float:
     return float(recovery["failure"] - np.interp(-recovery["restored_loss"], -falling, steps))
 
 
-def report(studies: list[dict[str, Any]]) -> None:
+def report(studies: list[dict[str, Any]], chains: list[dict[str, Any]]) -> None:
     """By policy, over seeds, failures and steps after: bytes, deviation, and the progress that a failure costs."""
     found: dict[str, list[float]] = {}
     for one in studies:
@@ -421,24 +463,34 @@ def report(studies: list[dict[str, Any]]) -> None:
             found.setdefault(policy, []).append(percent)
     for policy, percents in found.items():
         recoveries = [(one, r) for one in studies for r in one["recoveries"] if r["policy"] == policy]
-        spread = statistics.stdev(percents) if len(percents) > 1 else 0.0
         lost = [progress_lost(one, recovery) for one, recovery in recoveries]
         reduction = min(recovery["reduction"] for _, recovery in recoveries)
-        print(
-            f"{policy:36} {reduction:6.1f}x mean {statistics.mean(percents):+.3f} %  "
-            f"sd {spread:.3f}  largest {max(percents, key=abs):+.3f} %  lost {statistics.mean(lost):.1f} steps "
-            f"(each: {', '.join(f'{steps:.1f}' for steps in lost)})"
-        )
+        print(f"{policy:36} {reduction:6.1f}x {spread(percents)}  lost {statistics.mean(lost):.1f} steps "
+              f"(each: {', '.join(f'{steps:.1f}' for steps in lost)})")  # fmt: skip
+    alone = {one["seed"]: one["alone"] for one in studies}
+    for policy in dict.fromkeys(chain["policy"] for chain in chains):
+        runs = [chain for chain in chains if chain["policy"] == policy]
+        percents = [100 * (run["loss"] / alone[run["seed"]][run["last_step"]] - 1) for run in runs]
+        print(f"{policy:36} {min(run['reduction'] for run in runs):6.1f}x {spread(percents)}  "
+              f"{len(runs[0]['failures'])} failures in one run")  # fmt: skip
 
 
-def read_studies(paths: list[Path]) -> list[dict[str, Any]]:
-    """Studies of earlier records."""
-    studies = [study for path in paths for study in json.loads(path.read_text())["studies"]]
+def spread(percents: list[float]) -> str:
+    """Mean, spread and largest of deviations."""
+    deviation = statistics.stdev(percents) if len(percents) > 1 else 0.0
+    largest = max(percents, key=abs)
+    return f"mean {statistics.mean(percents):+.3f} %  sd {deviation:.3f}  largest {largest:+.3f} %"
+
+
+def read_records(paths: list[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Studies and chains of earlier records, of one data set."""
+    records = [json.loads(path.read_text()) for path in paths]
+    studies = [study for record in records for study in record["studies"]]
     for one in studies:  # JSON has no keys but strings
         one["alone"] = {int(step): loss for step, loss in one["alone"].items()}
         for recovery in one["recoveries"]:
             recovery["losses"] = {int(step): loss for step, loss in recovery["losses"].items()}
-    return studies
+    return studies, [chain for record in records for chain in record["chains"]]
 
 
 def say(text: str) -> None:
@@ -455,28 +507,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--failures", type=int, nargs="+", default=[60, 90], help="steps at which every policy fails")
     parser.add_argument("--after", type=int, default=20, help="steps trained after a failure")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="of: " + "; ".join(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="as `policy_named` reads them")
     parser.add_argument("--chain", nargs="*", type=int, default=[], help="also fail at all these steps in one run")
+    parser.add_argument("--chain-policies", nargs="+", help="with these policies (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="more settings, as FIELD=VALUE of the job spec")
     parser.add_argument("--name", default="fidelity", help="name of the record")
     parser.add_argument("--summarize", type=Path, nargs="+", help="only say what these records tell together")
     args = parser.parse_args()
     if args.summarize:
-        report(read_studies(args.summarize))
+        report(*read_records(args.summarize))
         return
     if args.model is None or args.data is None:
         parser.error("--model and --data: expected both, to train")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    policies = [POLICIES[name] for name in args.policies]
+    policies = [policy_named(name) for name in args.policies]
+    chained = [policy_named(name) for name in args.chain_policies or args.policies] if args.chain else []
     studies, chains = [], []
     for seed in args.seeds:
         spec = spec_of(args, seed)
-        if args.failures != [0]:
-            studies.append(study(spec, policies, args.failures, args.after, args.threads))
-            report(studies)
-        if args.chain:
-            chains += [chain(spec, policy, args.chain, args.after, args.threads) for policy in policies]
+        studies.append(study(spec, policies, args.failures, args.chain, args.after, args.threads))
+        chains += [chain(spec, policy, args.chain, args.after, args.threads) for policy in chained]
+        report(studies, chains)
         print(f"record: {write_record(args.name, {'arguments': vars(args), 'studies': studies, 'chains': chains})}")
 
 

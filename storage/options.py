@@ -96,8 +96,8 @@ class DeltaOptions(Options):
     """How coarse codec `delta` is: bits for each element, and how many elements share one scale."""
 
     weight_bits: Bits = 4
-    """Bits for a weight's difference from the base version; the error is at most the block's largest difference over
-    2 (2 bits), 14 (4) or 254 (8)."""
+    """Bits for a weight's difference from the base version; the error is at most the block's largest difference (2
+    bits: signs), or that over 14 (4) or 254 (8)."""
 
     exp_avg_bits: Bits = 4
     """Bits for Adam's first moment; the error as for `weight_bits`, of the moment itself."""
@@ -133,6 +133,10 @@ class CheckpointOptions(Options):
 
     max_lag: Annotated[int, Field(ge=1)] = 10
     """Largest number of steps that a failure may cost; training holds when storage falls further behind."""
+
+    weight_prediction: bool = True
+    """After a failure, carry the weights of each stale layer along its own momentum over the steps that it missed;
+    false restores them as they were stored."""
 
     reference_fraction: Annotated[float, Field(gt=0, le=1)] = 1 / 64
     """Share of each slice that is kept on the device as the reference for deltas; 1 measures exactly."""

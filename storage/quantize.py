@@ -1,10 +1,11 @@
 """Block quantization of float32 arrays: every block of elements has bins of its own width.
 
 `SIGNED`: x ~ q * bin with whole q in [-(2^(bits-1) - 1), 2^(bits-1) - 1], so that 0 stays 0 and |error| <= bin / 2.
+With 2 bits q is a sign or 0, and |error| <= the block's largest magnitude; see `_signs`.
 `ROOT`, for values that are never negative (Adam's second moment): sqrt(x) ~ q * bin with q in [0, 2^bits - 1], and half
 a bin in place of q = 0. Also there |error of the root| <= bin / 2; but nothing beside an outlier decodes to 0, by whose
-root Adam would divide. A block's bin is its largest magnitude (or root) over the largest q, but at least the smallest
-normal float32; a block of zeros decodes to zeros, its floor squared being less than any float32.
+root Adam would divide. But for signs, a block's bin is its largest magnitude (or root) over the largest q, but at least
+the smallest normal float32; a block of zeros decodes to zeros, its floor squared being less than any float32.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ TILE = 1 << 16
 """Elements worked on at once, so that they stay in the cache. A whole number of blocks of any size allowed."""
 
 _LEAST_BIN = np.finfo(np.float32).tiny
+_SIGN_FROM = np.float32(0.61)
+"""Signs begin at this many root mean squares: of a normal distribution that keeps most (Max, 1960)."""
 # Added to a float32 below 2^22 in magnitude this leaves it rounded to a whole number, as the low bits of the mantissa.
 _TO_WHOLE = np.float32(3 << 22)
 
@@ -62,12 +65,33 @@ def quantize(grid: Grid, values: Floats, bins: Floats, codes: Bytes) -> None:
     if grid.scale is Scale.ROOT:
         np.sqrt(table, out=table)
         tops = table.max(axis=1)
+    elif grid.bits == 2:
+        tops = _signs(table)
     else:
         tops = np.abs(table).max(axis=1)
     np.maximum(tops * np.float32(1 / grid.largest), _LEAST_BIN, out=bins)
     table *= (1 / bins)[:, None]
     table += _TO_WHOLE if grid.scale is Scale.ROOT else _TO_WHOLE + np.float32(grid.largest)
     _pack_bits(table.view(np.uint32), grid.bits, codes.reshape(table.shape[0], -1))
+
+
+def _signs(table: Floats) -> Floats:
+    """Round each block of `table` to signs and zeros times one magnitude, in place; returns the magnitudes.
+
+    The largest magnitude as the bin would round nearly all to 0. The one taken keeps the inner product of the block
+    with what it decodes to: what is lost is noise, and does not shorten a move or a momentum.
+    """
+    sizes = np.abs(table)
+    tops = sizes.max(axis=1)
+    scale = np.maximum(tops, _LEAST_BIN)[:, None]
+    sizes /= scale  # the squares of what is tiny or huge have no place in float32
+    squares = np.einsum("ij,ij->i", sizes, sizes)
+    is_zero = sizes < _SIGN_FROM * np.sqrt(squares / np.float32(table.shape[1]))[:, None]
+    sizes[is_zero] = 0
+    magnitudes = tops * np.minimum(squares / np.maximum(sizes.sum(axis=1), _LEAST_BIN), 1)
+    np.copysign(magnitudes[:, None], table, out=table)
+    table[is_zero] = 0
+    return magnitudes
 
 
 def dequantize(grid: Grid, bins: Floats, codes: Bytes, values: Floats) -> None:

@@ -5,7 +5,7 @@ except where training must stand still.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from workers.delta import DeltaMeter
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
 from workers.layers import Layer
+from workers.prediction import predict_weights
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
 from workers.snapshot import Snapshotter, on_host
@@ -78,6 +79,7 @@ class Checkpointer:
         options: CheckpointOptions,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        learning_rate: Callable[[int], float],
         layers: Sequence[Layer],
         base: BaseVersion,
         device: torch.device,
@@ -89,6 +91,7 @@ class Checkpointer:
         self._actor, self._store, self._run, self._options = actor, store, run, options
         self._model, self._optimizer, self._base, self._device, self._group = model, optimizer, base, device, group
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._learning_rate = learning_rate
         self._layers = {layer.name: layer for layer in layers}
         self._trained = [layer for layer in layers if trainable(layer, model)]
         self._slices: dict[str, Slice] = {
@@ -156,6 +159,9 @@ class Checkpointer:
         plan = restore(
             answer, self._store, self._layers, model, optimizer, self._device, self._group, self._ask_for_replacement
         )
+        if self._options.weight_prediction:
+            restored = {name: planned.ref.step for name, planned in plan.layers.items()}
+            predict_weights(restored, self._layers.values(), model, optimizer, self._learning_rate)
         self._stopwatch.lap("broadcast")
         self._restore_point = plan.step
         slices = list(self._slices.values())

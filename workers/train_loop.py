@@ -69,6 +69,7 @@ class _Loop:
             options=config.checkpoint,
             model=model,
             optimizer=optimizer,
+            learning_rate=self._learning_rate,
             layers=layers,
             base=base,
             device=self.device,
@@ -105,7 +106,7 @@ class _Loop:
         self.faults.at_step(step)
         loss_sum, label_tokens, input_tokens = forward_backward(trainee, self.examples, step)
         norm = clipped_gradient_norm(trainee)
-        set_learning_rate(trainee.optimizer, learning_rate(step, self.config.total_steps, trainee.options))
+        set_learning_rate(trainee.optimizer, self._learning_rate(step))
         if math.isfinite(norm):
             self.checkpointer.before_optimizer_step()
             trainee.optimizer.step()
@@ -121,6 +122,9 @@ class _Loop:
             seconds=seconds,
             eval_loss=self._evaluate(step),
         )
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(step, self.config.total_steps, self.config.training)
 
     @property
     def examples(self) -> Examples:

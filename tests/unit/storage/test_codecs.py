@@ -56,6 +56,8 @@ def check_bound(name: str, values: Array, dtype: str, base: Array | None = None)
     largest = LARGEST[codec.grid.scale.name, codec.grid.bits]
     tops = np.abs(by_block(measured, codec.grid.block)).max(axis=1, initial=0, keepdims=True)
     half_bins = np.maximum(tops / largest, TINY) / 2
+    if not is_root and codec.grid.bits == 2:  # signs
+        half_bins = np.maximum(tops, TINY)
     magnitude = np.maximum.reduce([np.abs(exact), np.abs(decoded), np.abs(start), np.full_like(exact, TINY)])
     rounding = ROUNDING[dtype] * magnitude  # of the elements; their roots err by half of it, relatively
     if is_root:
@@ -125,6 +127,19 @@ def test_special_arrays_are_quantized_within_the_bound(what: str, dtype: str) ->
             assert check_bound(f"blocks-{bits}x{block}", values, dtype) is not None
             assert check_bound(f"roots-{bits}x{block}", squares, dtype) is not None
             assert check_bound(f"delta-{bits}x{block}", values, dtype, base) is not None
+
+
+@pytest.mark.parametrize("outliers", [0, 3])
+def test_signs_keep_the_inner_product_with_what_they_stand_for(outliers: int) -> None:
+    values = np.random.default_rng(2).standard_normal(64 * 256).astype(np.float32) * np.float32(1e-6)
+    values[: 256 * outliers : 256] *= 20
+    found = check_bound("blocks-2x256", values, "float32")
+    assert found is not None
+    blocks, decoded = by_block(as_float64(values, "float32"), 256), by_block(as_float64(found, "float32"), 256)
+    np.testing.assert_allclose((blocks * decoded).sum(axis=1), (blocks**2).sum(axis=1), rtol=1e-5)
+    quiet = slice(outliers, None)
+    noise = ((decoded - blocks)[quiet] ** 2).sum() / (blocks[quiet] ** 2).sum()
+    assert noise < 0.27  # of a normal distribution: 0.19 / 0.81
 
 
 @pytest.mark.parametrize("bits", BITS)
