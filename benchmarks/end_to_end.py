@@ -23,6 +23,7 @@ import psutil
 from matplotlib.figure import Figure
 
 from benchmarks.evenness import largest_over_mean
+from benchmarks.family import KINDS, OTHERS, members, own_memory_bytes
 from benchmarks.piece import Mark, Outcome, Profile
 from benchmarks.rivals import DCP, METHODS, NONE, OURS
 from benchmarks.stores import local_folder, slow_buckets
@@ -31,7 +32,7 @@ from storage.object_store import open_object_store
 from storage.options import StorageOptions
 
 SLOW_BYTES_PER_S = 60e6
-SAMPLE_S = 0.1
+SAMPLE_S = 0.2
 WRITE_BUDGET = "1/22.6"
 LONGEST_S = 1800.0
 STARTED_S = 3.0
@@ -55,7 +56,7 @@ def run(profile: Profile) -> Outcome:
             stores[SLOW] = slow_bucket
         for repeat in range(repeats):
             for where, place in stores.items():
-                for method in METHODS:
+                for method in (*METHODS, NONE):  # the same run twice tells how much is noise
                     with place() as storage:
                         found.append({"store": where, "repeat": repeat, **measure(profile, method, storage)})
                     _say(found[-1])
@@ -137,9 +138,6 @@ class _Watched:
         return {"writes": writes, "peak_memory_bytes": dict(peaks)}
 
 
-KINDS = ("RayTrainWorker", "ShardWriter", "CheckpointActor")
-
-
 def _watched(command: list[str]) -> _Watched:
     samples = list[tuple[float, int, dict[str, int]]]()
     with tempfile.TemporaryFile("w+") as output:
@@ -161,24 +159,12 @@ def _watched(command: list[str]) -> _Watched:
 
 def _sample(driver: int, done: threading.Event, samples: list[tuple[float, int, dict[str, int]]]) -> None:
     written: dict[int, int] = {}
-    kinds: dict[int, str | None] = {}
-    count = 0
     while not done.wait(SAMPLE_S):
         held: dict[str, int] = defaultdict(int)
-        try:
-            family = [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        count += 1
-        for process in family:
+        for kind, process in members(driver):
             try:
                 written[process.pid] = process.io_counters().write_bytes
-                if count % 10 == 1:  # what a process is called is settled late
-                    title = " ".join(process.cmdline())
-                    kinds[process.pid] = next((kind for kind in KINDS if kind in title), None)
-                if kind := kinds.get(process.pid):
-                    memory = process.memory_info()
-                    held[kind] = max(held[kind], memory.rss - memory.shared)  # without Ray's object store
+                held[kind] = max(held[kind], own_memory_bytes(process))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         samples.append((time.time(), sum(written.values()), dict(held)))
@@ -195,6 +181,18 @@ def _middle(found: list[Run], method: str, where: str, value: str) -> float:
     return median(one[value] for one in _by(found, method, where))
 
 
+def _cpu_added(found: list[Run], where: str) -> dict[str, float]:
+    """CPU seconds by kind of process that our runs take more than those without checkpoints."""
+    spent = {
+        method: {
+            kind: median(one["cpu_seconds_by_kind"].get(kind, 0.0) for one in _by(found, method, where))
+            for kind in (*KINDS, OTHERS)
+        }
+        for method in (OURS, NONE)
+    }
+    return {kind: spent[OURS][kind] - spent[NONE][kind] for kind in spent[OURS]}
+
+
 def evenness(one: Run) -> float:
     """Largest second of writes over the mean one, from `STARTED_S` to the end of training."""
     events = [(at, size) for at, size in one["writes"] if STARTED_S <= at <= one["seconds_to_last_step"]]
@@ -206,11 +204,14 @@ def marks(found: list[Run], where: str) -> list[Mark]:
     told = f"{where} ({SLOW_BYTES_PER_S / 1e6:.0f} MB/s)" if where == SLOW else where
     seconds = {method: _middle(found, method, where, "seconds") for method in METHODS}
     cpu = {method: _middle(found, method, where, "cpu_seconds") for method in METHODS}
+    alone = [one["seconds"] for one in _by(found, NONE, where)]
+    noise = 100 * (max(alone) - min(alone)) / median(alone)
     least, ratio = 1.31 if where == SLOW else 1.0, seconds[DCP] / seconds[OURS]
     longer = 100 * (seconds[OURS] / seconds[NONE] - 1)
     lines = [
         Mark(f"time against {DCP}, {told}", f">= {least}x shorter", f"{ratio:.2f}x", met=ratio >= least),
         Mark(f"time against no checkpoints, {told}", "<= 2 % longer", f"{longer:+.1f} %", met=longer <= 2),
+        Mark(f"noise: no checkpoints against itself, {told}", "", f"{noise:.1f} %", met=None),
     ]
     lines += [
         Mark(f"time against {other}, {told}", "", f"{seconds[other] / seconds[OURS]:.2f}x", met=None)
@@ -221,6 +222,10 @@ def marks(found: list[Run], where: str) -> list[Mark]:
         Mark(f"CPU seconds added by {method}, {told}", "", f"{cpu[method] - cpu[NONE]:+.1f} s", met=None)
         for method in METHODS
         if method != NONE
+    ]
+    lines += [
+        Mark(f"CPU seconds added by {OURS}, {kind}, {told}", "", f"{added:+.2f} s", met=None)
+        for kind, added in _cpu_added(found, where).items()
     ]
     ours = _by(found, OURS, where)
     step = median(seconds for one in ours for seconds in one["step_seconds"])

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import torch.distributed as dist
 
+from benchmarks.family import cpu_seconds
 from benchmarks.rivals import METHODS, NoCheckpoints
 from storage.messages import Verdict
 from storage.options import StorageOptions
@@ -22,18 +22,6 @@ FIRST = 3
 """By then every process has started, and what is done once has been done."""
 
 
-def cpu_seconds(driver: int) -> float:
-    """CPU time of a driver and all that it has started: Ray, the workers, the CheckpointActor and the ShardWriters."""
-    total = 0.0
-    for process in (psutil.Process(driver), *psutil.Process(driver).children(recursive=True)):
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
-    return total
-
-
 def timed_train(
     folder: Path, method: str, driver: int, storage: StorageOptions, config: dict[str, LoopConfig]
 ) -> Verdict | None:
@@ -41,7 +29,7 @@ def timed_train(
     base = METHODS[method]
 
     class Timed(base):  # type: ignore[misc, valid-type]  # chosen at run time
-        _began: tuple[float, float]
+        _began: tuple[float, dict[str, float]]
         _in_ticks: list[float]
         _in_steps: list[float]
 
@@ -68,10 +56,12 @@ def timed_train(
         def _tell(self, trained: float) -> None:
             began, cpu_began = self._began
             seconds = time.perf_counter() - began
+            cpu = {kind: spent - cpu_began.get(kind, 0.0) for kind, spent in cpu_seconds(driver).items()}
             told = {
                 "seconds": seconds,
                 "seconds_to_last_step": trained - began,
-                "cpu_seconds": cpu_seconds(driver) - cpu_began,
+                "cpu_seconds": sum(cpu.values()),
+                "cpu_seconds_by_kind": cpu,
                 "tick_seconds": self._in_ticks,
                 "step_seconds": self._in_steps,
                 "ended_at": time.time(),

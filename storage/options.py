@@ -99,10 +99,10 @@ class DeltaOptions(Options):
     """Bits for a weight's difference from the base version; the error is at most the block's largest difference (2
     bits: signs), or that over 14 (4) or 254 (8)."""
 
-    exp_avg_bits: Bits = 4
+    exp_avg_bits: Bits = 2
     """Bits for Adam's first moment; the error as for `weight_bits`, of the moment itself."""
 
-    exp_avg_sq_bits: Bits = 8
+    exp_avg_sq_bits: Bits = 4
     """Bits for the square root of Adam's second moment; the error is at most the block's largest root over 6 (2 bits),
     30 (4) or 510 (8)."""
 

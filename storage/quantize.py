@@ -88,7 +88,7 @@ def _signs(table: Floats) -> Floats:
     squares = np.einsum("ij,ij->i", sizes, sizes)
     is_zero = sizes < _SIGN_FROM * np.sqrt(squares / np.float32(table.shape[1]))[:, None]
     sizes[is_zero] = 0
-    magnitudes = tops * np.minimum(squares / np.maximum(sizes.sum(axis=1), _LEAST_BIN), 1)
+    magnitudes: Floats = tops * np.minimum(squares / np.maximum(sizes.sum(axis=1), _LEAST_BIN), 1)
     np.copysign(magnitudes[:, None], table, out=table)
     table[is_zero] = 0
     return magnitudes

@@ -6,7 +6,7 @@ except where training must stand still.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from storage.records import BaseVersion, LayerFacts
 from storage.shard_format import ShardTensor
 from storage.worker_group import WorkerGroup
 from workers.delta import DeltaMeter
+from workers.exchange import Told, exchange
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
 from workers.layers import Layer
@@ -239,45 +240,45 @@ class Checkpointer:
     def _tick(
         self, step: int, stats: StepStats | None, *, wait_s: float = 0.0, hold: bool = False, flush: bool = False
     ) -> None:
-        sums = self._reduce(stats)
-        reply = self._receive(wait_s)
-        if reply is not None:
-            self._restore_point, self._whole_at = reply.restore_point, reply.whole_at
-            self._needs_attempt_facts = reply.needs_attempt_facts
-            if reply.order is not None:
-                self._carry_out(reply.order, step)
+        heard = self._exchange(stats, self._answer(wait_s))
+        if heard.reply is not None:
+            self._take(heard.reply, step)
         if self._rank == 0 and self._pending is None:
-            self._pending = self._actor.report.remote(self._report(step, sums, hold=hold, flush=flush))
+            self._pending = self._actor.report.remote(self._report(step, heard.sums, hold=hold, flush=flush))
 
-    def _reduce(self, stats: StepStats | None) -> Tensor:
-        """Sum over all ranks, in one small all-reduce: deltas, hand-overs failed and not answered, loss and tokens.
-
-        Returns:
-            The deltas ([layers, 3], float64, on the CPU, columns as in `DeltaMeter.measure`); the rest is left untold.
-        """
-        sums = self._meter.measure().cpu()
-        failed = self._hand_overs.failed()
-        open_ = self._hand_overs.unacknowledged
-        scalars = [stats.loss_sum, stats.label_tokens, self._tokens] if stats else [0, 0, 0]
-        flags = [float(layer.name in layers) for layers in (failed, open_) for layer in self._trained]
-        vector = torch.cat([sums.flatten(), torch.tensor([*flags, *scalars], dtype=torch.float64)])
-        dist.all_reduce(vector, group=self._group)
-        count = len(self._trained)
+    def _exchange(self, stats: StepStats | None, reply: Reply | None) -> Told:
+        """What all ranks tell; what the CheckpointActor has to hear of it is left untold."""
+        told = Told(
+            sums=self._meter.measure().cpu(),
+            failed=frozenset(self._hand_overs.failed()),
+            unacknowledged=frozenset(self._hand_overs.unacknowledged),
+            reply=reply,
+        )
         if stats:
-            loss_sum, label_tokens, tokens = vector[-3:].tolist()
+            scalars = {"loss_sum": stats.loss_sum, "label_tokens": stats.label_tokens, "input_tokens": self._tokens}
+            told = replace(told, **scalars)  # type: ignore[arg-type]  # mypy joins their types
+        heard = exchange(told, [layer.name for layer in self._trained], self._group)
+        if stats:
             self._tokens = 0
             self._ticks += 1
-            self._tokens_of_all += int(tokens)
-            self._untold.loss = loss_sum / label_tokens if label_tokens else None
+            self._tokens_of_all += heard.input_tokens
+            self._untold.loss = heard.loss_sum / heard.label_tokens if heard.label_tokens else None
             self._untold.step_seconds = stats.seconds
-        for_failed, for_open = vector[3 * count : -3].view(2, count).tolist()
-        names = [layer.name for layer in self._trained]
-        self._untold.failed_hand_overs |= {name for name, number in zip(names, for_failed, strict=True) if number}
-        self._untold.unacknowledged = frozenset(name for name, number in zip(names, for_open, strict=True) if number)
-        return vector[: 3 * count].view(count, 3)
+        self._untold.failed_hand_overs |= heard.failed
+        self._untold.unacknowledged = heard.unacknowledged
+        return heard
+
+    def _take(self, reply: Reply, step: int) -> None:
+        """Do what the CheckpointActor says; all ranks at the same step."""
+        if reply.verdict is not None:
+            raise RunStoppedError(reply.verdict)
+        self._restore_point, self._whole_at = reply.restore_point, reply.whole_at
+        self._needs_attempt_facts = reply.needs_attempt_facts
+        if reply.order is not None:
+            self._carry_out(reply.order, step)
 
     def _report(self, step: int, sums: Tensor, *, hold: bool, flush: bool) -> Report:
-        """What rank 0 tells the actor. `sums` as `_reduce` returns them."""
+        """What rank 0 tells the actor. `sums` are those of all ranks."""
         assert self._attempt_facts is not None
         untold, self._untold, self._told = self._untold, _Untold(), self._untold
         order, carried_out_step = self._carried or (None, 0)
@@ -304,24 +305,18 @@ class Checkpointer:
         self._carried = self._tick_seconds = None
         return report
 
-    def _receive(self, wait_s: float) -> Reply | None:
-        """The actor's answer to the last report, if it is there; the same on all ranks."""
-        box: list[Reply | None] = [None]
-        if self._rank == 0 and self._pending is not None:
-            ready, _ = ray.wait([self._pending], timeout=wait_s)
-            if ready:
-                pending, self._pending = self._pending, None
-                try:
-                    box = [ray.get(pending)]
-                except ray.exceptions.RayActorError:  # it is being restarted; the next report reaches its successor
-                    self._untold.eval_losses = self._told.eval_losses + self._untold.eval_losses
-                    self._untold.failed_hand_overs |= self._told.failed_hand_overs
-                    time.sleep(wait_s)
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        reply = box[0]
-        if reply is not None and reply.verdict is not None:
-            raise RunStoppedError(reply.verdict)
-        return reply
+    def _answer(self, wait_s: float) -> Reply | None:
+        """The actor's answer to the last report, on rank 0 and if it is there."""
+        if self._pending is None or not ray.wait([self._pending], timeout=wait_s)[0]:
+            return None
+        pending, self._pending = self._pending, None
+        try:
+            return ray.get(pending)
+        except ray.exceptions.RayActorError:  # it is being restarted; the next report reaches its successor
+            self._untold.eval_losses = self._told.eval_losses + self._untold.eval_losses
+            self._untold.failed_hand_overs |= self._told.failed_hand_overs
+            time.sleep(wait_s)
+            return None
 
     def _carry_out(self, order: Order, step: int) -> None:
         """Snapshot this rank's slices of the chosen layers and hand them over."""
