@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.encoding import Encoding
-from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, ShardRef, VersionId, VersionRef
+from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, VersionId, VersionRef
 from storage.shard_format import ShardMeta
 
 _EPSILON = 1e-12
@@ -155,26 +155,57 @@ class ShardOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOutcome:
-    """How storing a shard ended: `shard` when it is durable, else `problem`."""
+class StoredShards:
+    """Shards of one layer version that a ShardWriter has stored."""
 
     version: VersionId
     world_size: int
-    rank: int
-    shard: ShardRef | None = None
-    problem: str | None = None
+    entries: Mapping[int, bytes]
+    """By rank, what a manifest says of the shard: its `ShardRef` as JSON. No objects: there may be 200,000 of them."""
+    sizes: Mapping[int, int]
+    """By rank, its bytes."""
+    outcomes: tuple[int, ...]
+    """Numbers of these outcomes, in the writer's life."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedShard:
+    """A shard that a ShardWriter could not store."""
+
+    version: VersionId
+    problem: str
     poisoned: bool = False
     """Refused because it holds a non-finite value."""
+    outcome: int
+    """Number of this outcome, in the writer's life."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterQuestion:
+    """What the CheckpointActor asks a ShardWriter, as soon as there is news, or after `wait_s`."""
+
+    life: str = ""
+    """The life of the writer that the rest is about; another life tells everything from its beginning."""
+    seen: int = 0
+    """Number of the last outcome heard of."""
+    forget: tuple[int, ...] = ()
+    """Outcomes that nobody will ask for again."""
+    wait_s: float
+    tell_pending: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriterReport:
-    """What a ShardWriter holds: shards on their way, and outcomes nobody has told it to forget."""
+    """A ShardWriter's answer: the next outcomes after those seen, and, if asked for, the shards on their way."""
 
-    news: int
-    """Outcomes so far in this writer's life."""
-    pending: frozenset[tuple[VersionId, int]]
-    outcomes: tuple[ShardOutcome, ...]
+    life: str
+    """Another one each time that the writer is started: what the one before had accepted is lost with it."""
+    last: int
+    """Number of the last outcome told so far."""
+    stored: tuple[StoredShards, ...]
+    failed: tuple[FailedShard, ...]
+    pending: Mapping[VersionId, frozenset[int]] | None
+    """Ranks by version."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,11 @@ def digest_of(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def sealed(document: bytes) -> bytes:
+    """The JSON object `document` with its digest as first field."""
+    return b'{"digest":"%s",%s' % (digest_of(document).encode(), document[1:])
+
+
 class Stored(BaseModel):
     """Base of everything stored as JSON: frozen, unknown keys refused."""
 
@@ -50,8 +55,7 @@ class Sealed(Stored):
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with its digest."""
-        rest = super().to_bytes()
-        return b'{"digest":"%s",%s' % (digest_of(rest).encode(), rest[1:])
+        return sealed(super().to_bytes())
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> Self:
