@@ -16,16 +16,19 @@ class Assembly:
         self.version, self._world_size = version, world_size
         self._entries: dict[int, bytes] = {}
         self._sizes: dict[int, int] = {}
+        self._is_complete = False
 
     def add(self, entries: Mapping[int, bytes], sizes: Mapping[int, int]) -> bool:
         """Take more shards, by rank: their `ShardRef` as JSON, and their bytes.
 
         Returns True when the last ones missing are among them.
         """
-        was_complete = len(self._entries) == self._world_size
+        if self._is_complete:  # told again, while the manifest may be being written
+            return False
         self._entries.update(entries)
         self._sizes.update(sizes)
-        return len(self._entries) == self._world_size and not was_complete
+        self._is_complete = len(self._entries) >= self._world_size and not self.missing_ranks()
+        return self._is_complete
 
     def missing_ranks(self) -> set[int]:
         """Ranks whose shards are not durable yet."""

@@ -205,7 +205,7 @@ class WriterReport:
     stored: tuple[StoredShards, ...]
     failed: tuple[FailedShard, ...]
     pending: Mapping[VersionId, frozenset[int]] | None
-    """Ranks by version."""
+    """Ranks by version; only when no outcome is left to tell, for else what is neither told nor pending is not lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

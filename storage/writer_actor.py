@@ -108,6 +108,7 @@ class ShardWriter:
 
     def _report(self, seen: int, *, tell_pending: bool) -> WriterReport:
         told = list(islice((number for number in self._outcomes if number > seen), MOST_TOLD))
+        last = told[-1] if told else self._last
         stored: dict[VersionId, list[int]] = {}
         failed = []
         for number in told:
@@ -118,11 +119,14 @@ class ShardWriter:
                 failed.append(outcome.as_failed(number))
         return WriterReport(
             life=self._life,
-            last=told[-1] if told else self._last,
+            last=last,
             stored=tuple(self._as_stored(version, numbers) for version, numbers in stored.items()),
             failed=tuple(failed),
-            pending={version: frozenset(ranks) for version, ranks in self._pending.items()} if tell_pending else None,
+            pending=self._copy_of_pending() if tell_pending and last == self._last else None,
         )
+
+    def _copy_of_pending(self) -> dict[VersionId, frozenset[int]]:
+        return {version: frozenset(ranks) for version, ranks in self._pending.items()}
 
     def _as_stored(self, version: VersionId, numbers: list[int]) -> StoredShards:
         world_size = self._outcomes[numbers[0]].world_size

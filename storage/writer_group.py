@@ -57,6 +57,7 @@ class WriterGroup:
         self._nodes: dict[str, str] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._left_behind: set[str] = set()
+        self._heard: dict[str, _Heard] = {}
         self._held: dict[str, _Held] = {}
         self._followed: dict[str, Any] = {}
         self._draining = 0
@@ -105,6 +106,7 @@ class WriterGroup:
         """What they hold counts no more, and they have no other master: end them."""
         for name in list(self._left_behind):
             self._forsake(name)
+            self._heard.pop(name, None)
             _end(name)
         self._left_behind.clear()
 
@@ -195,28 +197,24 @@ class WriterGroup:
             await self._listen(name, await asyncio.to_thread(find_writer, name))
         self._left_behind.discard(name)
         self._followers.pop(name, None)
+        self._heard.pop(name, None)
         self._forget(name)
 
     async def _listen(self, name: str, writer: Any) -> None:
         self._followed[name] = writer
-        heard = _Heard(self._uploads)
+        heard = self._heard.setdefault(name, _Heard(self._uploads))
         while True:
             self.moment += 1
             moment, is_draining = self.moment, self._draining > 0
-            report: WriterReport = await writer.poll.remote(
-                WriterQuestion(
-                    life=heard.life,
-                    seen=heard.last,
-                    forget=heard.to_forget(),
-                    wait_s=DRAIN_POLL_S if is_draining else POLL_S,
-                    tell_pending=is_draining or self.in_doubt,
-                )
-            )
+            wait_s = DRAIN_POLL_S if is_draining else POLL_S
+            question = heard.next_question(wait_s, tell_pending=is_draining or self.in_doubt)
+            report: WriterReport = await writer.poll.remote(question)
             if report.life != heard.life:
                 self.changed_at = self.moment
                 self._held.pop(name, None)
             async with self._turn:  # one report at a time, and other work between any two
                 heard.take(report)
+                await asyncio.sleep(0)
             if report.pending is not None:
                 self._held[name] = _Held(moment, report.pending)
             # However many writers there are, together they cost the CheckpointActor no more than one every so often.
@@ -224,35 +222,34 @@ class WriterGroup:
 
 
 class _Heard:
-    """What one life of a writer has told, and may not forget yet."""
+    """How far the present life of a writer was heard, and what it may forget; outlives who listens to it."""
 
     def __init__(self, uploads: Bookkeeper) -> None:
-        self.life, self.last = "", 0
+        self.life, self._last = "", 0
         self._uploads = uploads
         self._stored: dict[VersionId, list[int]] = {}
-        self._failed: list[int] = []
+        self._over: list[int] = []
         self._as_of: object = None
 
-    def take(self, report: WriterReport) -> None:
-        """Pass on what is told."""
-        if report.life != self.life:
-            self.life = report.life
-            self._stored.clear()
-            self._failed.clear()
-        self.last = report.last
-        self._uploads.take(report)
-        for stored in report.stored:
-            self._stored.setdefault(stored.version, []).extend(stored.outcomes)
-        self._failed += [failed.outcome for failed in report.failed]
-
-    def to_forget(self) -> tuple[int, ...]:
-        """Numbers of the outcomes that nobody will ask for again."""
-        forget, self._failed = self._failed, []
+    def next_question(self, wait_s: float, *, tell_pending: bool) -> WriterQuestion:
+        """What to ask now. Until it is answered, it is asked again."""
         if self._as_of is not self._uploads.as_of():
             self._as_of = self._uploads.as_of()
             for version in [version for version in self._stored if self._uploads.is_over(version)]:
-                forget += self._stored.pop(version)
-        return tuple(forget)
+                self._over += self._stored.pop(version)
+        forget = tuple(self._over)
+        return WriterQuestion(life=self.life, seen=self._last, forget=forget, wait_s=wait_s, tell_pending=tell_pending)
+
+    def take(self, report: WriterReport) -> None:
+        """Pass on what the answer tells."""
+        if report.life != self.life:
+            self.life = report.life
+            self._stored.clear()
+        self._last = report.last
+        self._uploads.take(report)
+        for stored in report.stored:
+            self._stored.setdefault(stored.version, []).extend(stored.outcomes)
+        self._over = [failed.outcome for failed in report.failed]
 
 
 def _end(name: str) -> None:

@@ -39,11 +39,11 @@ class Taken:
 class Called:
     """An object of this process, called as a Ray actor is."""
 
-    def __init__(self, actor: object) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
 
     def __getattr__(self, name: str) -> Any:
-        method: Callable[..., Any] = getattr(self._actor, name)
+        method: Callable[..., Any] = getattr(self.actor, name)
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
 
 
@@ -51,6 +51,11 @@ class LocalGroup(WriterGroup):
     """A group whose writers live here, by node."""
 
     called: dict[str, Called]
+
+    def silence(self) -> None:
+        """Listen to nobody any more: who listened is dead."""
+        for follower in self._followers.values():
+            follower.cancel()
 
     async def _writer(self, node: str) -> Any:
         return self.called[node]
