@@ -3,8 +3,7 @@
 .PHONY: help setup quickstart test lint bench
 
 PYTHON ?= python3.11
-MODEL ?= models/smollm2
-DATA ?= data/gsm8k/train.jsonl
+PROFILE ?= quick
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -34,5 +33,5 @@ lint: setup ## format check, ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## SmolLM2 on GSM8K, left alone and killed; MODEL= and DATA= say where they are
-	$(BIN)/python -m benchmarks.main_job --model $(MODEL) --data $(DATA)
+bench: setup ## checkpoints against none, DCP, Ray Train, side by side (PROFILE=full MODEL=... DATA=... for SmolLM2)
+	$(BIN)/python -m benchmarks --profile $(PROFILE) $(if $(MODEL),--model $(MODEL) --data $(DATA))

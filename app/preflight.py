@@ -24,7 +24,7 @@ from storage.records import Record
 from workers.data import TokenizedData, load_data
 from workers.layers import Layer, find_layers
 from workers.model import build_meta_model, load_tokenizer
-from workers.slices import trainable
+from workers.slices import trained_bytes
 from workers.state import planned_layer_bytes
 
 WORKING_DIR_COPIES = "/runtime_resources/working_dir_files/"
@@ -132,8 +132,7 @@ def check_store(spec: JobSpec, store: ObjectStore, prepared: Prepared, *, takeov
 def _base_bytes(spec: JobSpec, model: PreTrainedModel, layers: Sequence[Layer]) -> int:
     if not encoding_of(spec.checkpoint).needs_base:
         return 0
-    held = [part for layer in layers for part in trainable(layer, model)]
-    return sum(part.count * model.get_parameter(part.tensor).itemsize for part in held)
+    return sum(trained_bytes(layer, model) for layer in layers)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -11,11 +11,14 @@ is not the policy (data, seeds, arithmetic) is the same, so the difference is th
 
 import argparse
 import copy
+import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,7 @@ from workers.layers import find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
 from workers.slices import cut
+from workers.split import split_layers
 from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward, held_out_loss
 
@@ -61,14 +65,16 @@ class Lab:
         self.examples, self.held_out = data.train, data.held_out
         model = build_model(spec.model, spec.training.seed)
         self.optimizer = build_optimizer(model, spec.training)
-        self.layers = find_layers(model, spec.model.layers)
+        # Split as at any budget that passes a block in a tick.
+        self.layers = split_layers(find_layers(model, spec.model.layers), model, CheckpointOptions(), spec.model.dtype)
         self.slices = [cut(layer, model, 0, 1) for layer in self.layers]
         self.views: dict[str, list[StateTensor]] = {
             layer.name: slice_tensors(part, layer, model, self.optimizer)
             for layer, part in zip(self.layers, self.slices, strict=True)
         }
         self.bytes = {layer.name: layer_bytes(layer, model, self.optimizer) for layer in self.layers}
-        self.base = copy.deepcopy(self.save())
+        self._copies: dict[str, list[Tensor]] = {}
+        self.base = self.save()
         self.base_elements = model_base(copy.deepcopy(model))
         self.trainee = Trainee(
             DistributedDataParallel(model), self.optimizer, spec.training, torch.device("cpu"), pad_id=0
@@ -80,17 +86,21 @@ class Lab:
         return {name: self.copy_of(name) for name in self.views}
 
     def copy_of(self, layer: str) -> list[Tensor]:
-        """A copy of one layer state."""
-        return [part.tensor.clone() for part in self.views[layer]]
+        """A copy of one layer state as it is now; all who ask at the same step share it, and nobody may change it."""
+        if layer not in self._copies:
+            self._copies[layer] = [_in_file(part.tensor) for part in self.views[layer]]
+        return self._copies[layer]
 
     def load(self, state: State) -> None:
         """Fill model and optimizer in place."""
+        self._copies = {}
         for name, parts in state.items():
             for view, part in zip(self.views[name], parts, strict=True):
                 view.tensor.copy_(part)
 
     def step(self, step: int) -> float:
         """One optimizer step; returns the mean loss of its label tokens."""
+        self._copies = {}
         loss, labels, _ = forward_backward(self.trainee, self.examples, step)
         clipped_gradient_norm(self.trainee)
         set_learning_rate(self.optimizer, learning_rate(step, self.total_steps, self.training))
@@ -108,6 +118,14 @@ class Lab:
         return DeltaMeter(
             self.layers, self.slices, model, self.optimizer, options.reference_fraction, self.training.seed
         )
+
+
+def _in_file(tensor: Tensor) -> Tensor:
+    """A copy that the kernel may move to the disk: the states that ten policies keep do not fit in memory."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(max(1, tensor.nbytes))
+        kept = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return kept.view(tensor.shape).copy_(tensor)
 
 
 @dataclass
@@ -195,8 +213,9 @@ class Replica:
         return decision.layers
 
     def composite(self) -> State:
-        """Every layer's newest durable version, as the codec gives it back."""
-        return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in self.newest.items()}
+        """Every layer's newest durable version, as the codec gives it back; the newest last, as a restore has them."""
+        versions = sorted(self.newest.items(), key=lambda version: version[1][0])
+        return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in versions}
 
     def failed(self) -> None:
         """The training processes are gone: what was chosen is never snapshot."""
@@ -386,19 +405,40 @@ def deviations(study: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield recovery["policy"], 100 * (loss / study["alone"][step] - 1)
 
 
+def progress_lost(study: dict[str, Any], recovery: dict[str, Any]) -> float:
+    """Steps of the failure-free run between where its held-out loss was the composite's and the failure."""
+    curve = sorted((step, loss) for step, loss in study["alone"].items() if step <= recovery["failure"])
+    steps, losses = np.array(curve).T
+    falling = np.minimum.accumulate(losses)
+    return float(recovery["failure"] - np.interp(-recovery["restored_loss"], -falling, steps))
+
+
 def report(studies: list[dict[str, Any]]) -> None:
-    """Deviation by policy over seeds, failures and steps after."""
+    """By policy, over seeds, failures and steps after: bytes, deviation, and the progress that a failure costs."""
     found: dict[str, list[float]] = {}
     for one in studies:
         for policy, percent in deviations(one):
             found.setdefault(policy, []).append(percent)
     for policy, percents in found.items():
-        reductions = [r["reduction"] for one in studies for r in one["recoveries"] if r["policy"] == policy]
+        recoveries = [(one, r) for one in studies for r in one["recoveries"] if r["policy"] == policy]
         spread = statistics.stdev(percents) if len(percents) > 1 else 0.0
+        lost = [progress_lost(one, recovery) for one, recovery in recoveries]
+        reduction = min(recovery["reduction"] for _, recovery in recoveries)
         print(
-            f"{policy:36} {min(reductions):6.1f}x  mean {statistics.mean(percents):+.3f} %  sd {spread:.3f}  "
-            f"largest {max(percents, key=abs):+.3f} %  (n={len(percents)})"
+            f"{policy:36} {reduction:6.1f}x mean {statistics.mean(percents):+.3f} %  "
+            f"sd {spread:.3f}  largest {max(percents, key=abs):+.3f} %  lost {statistics.mean(lost):.1f} steps "
+            f"(each: {', '.join(f'{steps:.1f}' for steps in lost)})"
         )
+
+
+def read_studies(paths: list[Path]) -> list[dict[str, Any]]:
+    """Studies of earlier records."""
+    studies = [study for path in paths for study in json.loads(path.read_text())["studies"]]
+    for one in studies:  # JSON has no keys but strings
+        one["alone"] = {int(step): loss for step, loss in one["alone"].items()}
+        for recovery in one["recoveries"]:
+            recovery["losses"] = {int(step): loss for step, loss in recovery["losses"].items()}
+    return studies
 
 
 def say(text: str) -> None:
@@ -410,8 +450,8 @@ def main() -> None:
     """Parse, study, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", default="jobs/smollm2-gsm8k.yaml", help="job spec with everything else")
-    parser.add_argument("--model", required=True, help="model folder")
-    parser.add_argument("--data", required=True, help="JSONL of questions and answers, or of messages")
+    parser.add_argument("--model", help="model folder")
+    parser.add_argument("--data", help="JSONL of questions and answers, or of messages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--failures", type=int, nargs="+", default=[60, 90], help="steps at which every policy fails")
     parser.add_argument("--after", type=int, default=20, help="steps trained after a failure")
@@ -420,7 +460,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="more settings, as FIELD=VALUE of the job spec")
     parser.add_argument("--name", default="fidelity", help="name of the record")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="only say what these records tell together")
     args = parser.parse_args()
+    if args.summarize:
+        report(read_studies(args.summarize))
+        return
+    if args.model is None or args.data is None:
+        parser.error("--model and --data: expected both, to train")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policies = [POLICIES[name] for name in args.policies]
     studies, chains = [], []

@@ -17,7 +17,7 @@ class Profile:
     model: Path | None
     """Folder of SmolLM2-135M-Instruct or another causal LM; None: the quickstart's small random Llama, and its data."""
     data: Path | None
-    """GSM8K's train.jsonl, or any JSONL with columns `question` and `answer`; None with the quickstart's model."""
+    """GSM8K's train.jsonl, or any JSONL with columns `question` and `answer`."""
 
     def pick(self, *, quick: T, full: T) -> T:
         """One of two, by profile."""
@@ -42,7 +42,5 @@ class Outcome:
     marks: list[Mark]
     values: dict[str, Any]
     """For the record: raw values."""
-    tables: list[Any] = field(default_factory=list)
-    """More to print, for `rich`."""
     figures: dict[str, Figure] = field(default_factory=dict)
-    """Plots by name; they are stored beside the record."""
+    """Plots by name."""

@@ -237,17 +237,19 @@ class CheckpointActor:
         self._uploads.take_report(report, self._epoch, self._writers, group.world_size)
         ledger = self._commits.ledger
         number, layers = self._pacer.decide(report, ledger, group)
-        spread_s = self._pacer.spread_s(report, ledger.committed.step)
-        order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers, spread_s=spread_s)
+        order = None
+        if layers:
+            spread_s = self._pacer.spread_s(report, ledger.committed.step)
+            order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers, spread_s=spread_s)
         self._recorder.tick(report, ledger.trained, ledger.committed.step, layers)
-        self._uploads.ordered(order, self._writers)
-        if not layers and (report.hold or report.flush):
+        if order is not None:
+            self._uploads.ordered(order, self._writers)
+        elif report.hold or report.flush:
             await self._next_commit()
         lag = report.step + self._options.interval_steps - ledger.committed.step
         if report.hold and lag <= self._options.max_lag:
             self._state = "training"
-        whole_at = self._commits.whole_at()
-        return Reply(order=order if layers else None, restore_point=ledger.committed.step, whole_at=whole_at)
+        return Reply(order=order, restore_point=ledger.committed.step, whole_at=self._commits.whole_at())
 
     async def _next_commit(self) -> None:
         """Wait a moment for a restore point: ranks that stand still would only ask again at once."""
@@ -272,8 +274,9 @@ class CheckpointActor:
                 given = await asyncio.to_thread(nodes_given_notice)
                 here = given.intersection(self._attempts.group.nodes if self._attempts.group else ())
                 self._pacer.hurry = bool(here)
-                for node in here - told:
+                if here - told:
                     self._writers.nudge()
+                for node in here - told:
                     what = f"node {node} will be taken away: layers are persisted beyond the budget from now on"
                     self._commits.journal.incident("preemption notice", what)
                 told |= here

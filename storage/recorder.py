@@ -30,6 +30,7 @@ class Recorder:
         self._ticks: list[Tick] = []
         self._durable: list[Durable] = []
         self._full = asyncio.Event()
+        self._storing: asyncio.Task[None] | None = None
 
     def open(self, epoch: int) -> None:
         """What follows was heard and decided by `epoch`."""
@@ -75,15 +76,18 @@ class Recorder:
                 await asyncio.wait_for(self._full.wait(), SEGMENT_S)
             self._full.clear()
             if segment := self._take():
-                await self._health.retrying(self._put, *segment)
+                self._storing = asyncio.create_task(self._health.retrying(self._put, *segment))
+                await asyncio.shield(self._storing)  # whoever cancels this, `close` waits for the segment
 
     async def close(self) -> None:
-        """Store what is left, without patience.
+        """Store what is left, without patience; what is being stored comes first.
 
         Raises:
             FencedError: a newer epoch has been claimed.
             StoreError: it could not be stored.
         """
+        if self._storing and not self._storing.done():
+            await self._storing
         if segment := self._take():
             await asyncio.to_thread(self._put, *segment)
 

@@ -56,7 +56,7 @@ class S3Store:
         _prepare_endpoint(options)
         self.url = f"s3://{bucket}/{prefix}"
         self._small = _s3fs(options, attempts=_ATTEMPTS, connect_s=_CONNECT_TIMEOUT_S, read_s=_READ_TIMEOUT_S)
-        self._bulk = _arrow(options)
+        self._bulk = arrow_filesystem(options)
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"
@@ -226,26 +226,35 @@ def _s3fs(options: S3Options, attempts: int, connect_s: float, read_s: float) ->
     }
     if options.endpoint is not None:
         config["s3"] = {"addressing_style": "path"}
-    region = options.region or (_DEFAULT_REGION if options.endpoint else None)
     filesystem = s3fs.S3FileSystem(
-        key=options.access_key.get_secret_value() if options.access_key else None,
-        secret=options.secret_key.get_secret_value() if options.secret_key else None,
-        endpoint_url=options.endpoint,
-        client_kwargs={"region_name": region} if region else {},
-        config_kwargs=config,
-        use_listings_cache=False,
-        skip_instance_cache=True,
+        **s3fs_arguments(options), config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
     filesystem.retries = min(2, attempts)  # botocore retries requests; this is for replies that break off
     return filesystem
 
 
-def _arrow(options: S3Options) -> S3FileSystem:
+def s3fs_arguments(options: S3Options) -> dict[str, Any]:
+    """What s3fs, or who calls it, needs to know of an account and its server."""
+    region = _region(options)
+    return {
+        "key": options.access_key.get_secret_value() if options.access_key else None,
+        "secret": options.secret_key.get_secret_value() if options.secret_key else None,
+        "endpoint_url": options.endpoint,
+        "client_kwargs": {"region_name": region} if region else {},
+    }
+
+
+def _region(options: S3Options) -> str | None:
+    return options.region or (_DEFAULT_REGION if options.endpoint else None)
+
+
+def arrow_filesystem(options: S3Options) -> S3FileSystem:
+    """Arrow's filesystem, which retries for a bounded time."""
     endpoint = urlsplit(options.endpoint) if options.endpoint else None
     return S3FileSystem(
         access_key=options.access_key.get_secret_value() if options.access_key else None,
         secret_key=options.secret_key.get_secret_value() if options.secret_key else None,
-        region=options.region or (_DEFAULT_REGION if endpoint else None),
+        region=_region(options),
         endpoint_override=endpoint.netloc if endpoint else None,
         scheme=endpoint.scheme if endpoint else "https",
         connect_timeout=_CONNECT_TIMEOUT_S,

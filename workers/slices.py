@@ -40,6 +40,11 @@ def cut(layer: Layer, model: nn.Module, rank: int, world_size: int) -> Slice:
     return Slice(layer.name, tuple(ranges), owns_scalars=rank == 0 and bool(held))
 
 
+def trained_bytes(layer: Layer, model: nn.Module) -> int:
+    """Bytes of the layer's trained parameters, without what an optimizer keeps of them."""
+    return sum(held.count * model.get_parameter(held.tensor).itemsize for held in trainable(layer, model))
+
+
 def trainable(layer: Layer, model: nn.Module) -> tuple[ElementRange, ...]:
     """What the layer holds of parameters that are trained; nothing means that the layer is frozen."""
     return tuple(held for held in layer.params if model.get_parameter(held.tensor).requires_grad)

@@ -13,7 +13,7 @@ from storage.encoding import largest_share
 from storage.options import CheckpointOptions, parse_write_budget
 from storage.records import ElementRange
 from workers.layers import BLOCK, Layer
-from workers.slices import trainable
+from workers.slices import trained_bytes
 from workers.state import planned_layer_bytes
 
 
@@ -45,7 +45,7 @@ def _parts(layer: Layer, model: nn.Module, count: int) -> list[Layer]:
     Vectors are not cut. What is frozen, and the buffers, go with the first part. There are fewer parts if there are
     fewer rows.
     """
-    total = sum(held.count * model.get_parameter(held.tensor).itemsize for held in trainable(layer, model))
+    total = trained_bytes(layer, model)
     params: list[list[ElementRange]] = [[] for _ in range(count)]
     position = 0
     for held in layer.params:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from storage.codecs import Base
 from storage.errors import CorruptObjectError, LayerCheckError
 from workers.layers import Layer
-from workers.slices import Slice, cut, trainable
+from workers.slices import Slice, cut, trainable, trained_bytes
 
 PARAM = "param"
 BUFFER = "buffer"
@@ -105,8 +105,8 @@ def planned_layer_bytes(layer: Layer, model: nn.Module) -> int:
     held = trainable(layer, model)
     if not held:
         return 0
-    elements = sum(3 * part.count * model.get_parameter(part.tensor).itemsize + _STEP_BYTES for part in held)
-    return elements + sum(model.get_buffer(name).nbytes for name in layer.buffers)
+    buffers = sum(model.get_buffer(name).nbytes for name in layer.buffers)
+    return 3 * trained_bytes(layer, model) + len(held) * _STEP_BYTES + buffers
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from tests.helpers.cluster import RayHead, checkout, processes_of, ray_cluster, 
 
 STEPS = 100  # more than are done before `ray job stop` lands
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

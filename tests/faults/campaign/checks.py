@@ -23,6 +23,8 @@ class Told:
 
     states: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
     """(attempt, step) -> layer -> digest."""
+    counts: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    """(attempt, step) -> parameter -> updates that the optimizer has counted."""
     restores: list[dict] = field(default_factory=list)
 
     @property
@@ -51,6 +53,7 @@ def read_states(folder: Path) -> Told:
                 told.restores.append(line)
             else:
                 told.states[line["attempt"], line["step"]] = line["layers"]
+                told.counts[line["attempt"], line["step"]] = line["counts"]
     return told
 
 
@@ -84,6 +87,10 @@ def _truth(told: Told, layer: str, step: int, attempt: int) -> str | None:
     return told.base[layer] if step == 0 else told.states.get((attempt, step), {}).get(layer)
 
 
+def _true_count(told: Told, tensor: str, step: int, attempt: int) -> int | None:
+    return 0 if step == 0 else told.counts.get((attempt, step), {}).get(tensor)
+
+
 def _restores(told: Told) -> list[str]:
     found = []
     for line in told.restores:
@@ -94,7 +101,11 @@ def _restores(told: Told) -> list[str]:
                 found.append(
                     f"attempt {line['attempt']} restored {layer} of step {step}, attempt {attempt}: not its state"
                 )
-        found += [f"attempt {line['attempt']} restored another step of {tensor}" for tensor in line["wrong_steps"]]
+        for tensor, (step, attempt, count) in line["counted"].items():
+            if count != _true_count(told, tensor, step, attempt):
+                found.append(
+                    f"attempt {line['attempt']} restored {tensor} with {count} updates: not its optimizer's step"
+                )
     return found
 
 
@@ -108,7 +119,8 @@ def _versions(store: ObjectStore, told: Told) -> list[str]:
             continue  # `verify_run` says so
         if digest_of_state(state) != _truth(told, layer, ref.step, ref.attempt):
             found.append(f"{ref.manifest_key}: stored is not the state of its step")
-        if any(values[0] != ref.step for (_, kind), values in state.items() if kind == STEP):
+        counts = {name: values[0] for (name, kind), values in state.items() if kind == STEP}
+        if any(count != _true_count(told, name, ref.step, ref.attempt) for name, count in counts.items()):
             found.append(f"{ref.manifest_key}: its optimizer's step is another")
     return found
 

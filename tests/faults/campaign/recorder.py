@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from storage.messages import RestorePlan, Verdict
+from storage.records import VersionRef
 from workers import checkpointer
 from workers.loop_config import LoopConfig
 from workers.slices import cut, trainable
@@ -49,12 +50,18 @@ def _digests(layers: Any, model: Any, optimizer: Any) -> dict[str, str]:
     return found
 
 
-def _wrong_steps(layers: Mapping[str, Any], steps_of: Mapping[str, int], model: Any, optimizer: Any) -> list[str]:
-    """Parameters whose optimizer's step is not that of the newest layer which holds a part of them."""
-    newest: dict[str, int] = {}
-    for name, step in steps_of.items():
-        newest |= {held.tensor: max(step, newest.get(held.tensor, 0)) for held in trainable(layers[name], model)}
-    return [name for name, step in newest.items() if optimizer.state[model.get_parameter(name)][STEP] != step]
+def _counts(model: Any, optimizer: Any) -> dict[str, int]:
+    """Updates that the optimizer has counted, by parameter. Restored from an older layer it stays behind the step."""
+    steps = {name: optimizer.state.get(parameter, {}).get(STEP, 0) for name, parameter in model.named_parameters()}
+    return {name: int(step) for name, step in steps.items()}
+
+
+def _newest_part(layers: Mapping[str, Any], refs: Mapping[str, VersionRef]) -> dict[str, tuple[int, int]]:
+    """(step, attempt) of the newest version that holds a part of each parameter; of two as new, the last layer's."""
+    newest = {}
+    for name, ref in sorted(refs.items(), key=lambda item: (item[1].step, item[0])):
+        newest |= {held.tensor: (ref.step, ref.attempt) for held in layers[name].params}
+    return newest
 
 
 def recorded_train(folder: str, config: dict[str, LoopConfig]) -> Verdict | None:
@@ -72,14 +79,15 @@ def recorded_train(folder: str, config: dict[str, LoopConfig]) -> Verdict | None
         digests = _digests(layers.values(), model, optimizer)
         refs = {name: used.layers[name].ref for name in digests}
         versions = {name: (ref.step, ref.attempt, digests[name]) for name, ref in refs.items()}
-        wrong = _wrong_steps(layers, {name: ref.step for name, ref in refs.items()}, model, optimizer)
-        tell(restored=used.step, attempt=used.attempt, versions=versions, base=base, wrong_steps=wrong)
+        counts, newest = _counts(model, optimizer), _newest_part(layers, refs)
+        counted = {tensor: (*version, counts[tensor]) for tensor, version in newest.items()}
+        tell(restored=used.step, attempt=used.attempt, versions=versions, base=base, counted=counted)
         return used
 
     def recorded_after_step(self: Any, step: int, stats: Any) -> None:
         if self._rank == 0:
             layers = _digests(self._layers.values(), self._model, self._optimizer)
-            tell(step=step, attempt=self._attempt, layers=layers)
+            tell(step=step, attempt=self._attempt, layers=layers, counts=_counts(self._model, self._optimizer))
         after_step(self, step, stats)
         time.sleep(PAUSE_S)
 

@@ -151,6 +151,36 @@ def test_a_store_that_fails_for_a_while_costs_no_segment(monkeypatch: pytest.Mon
     assert [tick.step for tick in read_history(store).ticks] == list(range(1, SEGMENT_SUMS // layers + 1))
 
 
+def test_closing_waits_for_the_segment_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its minute was over when the run was, and whoever stored it has been cancelled."""
+    monkeypatch.setattr("storage.recorder.SEGMENT_S", 0.01)
+
+    class Slow(MemoryStore):
+        asked, goes_on = threading.Event(), threading.Event()
+
+        def put(self, key: str, data: bytes) -> None:
+            self.asked.set()
+            assert self.goes_on.wait(60)
+            super().put(key, data)
+
+    store = Slow()
+
+    async def record() -> None:
+        recording = recorder(store)
+        recording.tick(report(1), facts(*LAYERS), 0, ())
+        storing = asyncio.create_task(recording.run_forever())
+        assert await asyncio.to_thread(store.asked.wait, 60)
+        storing.cancel()
+        closing = asyncio.create_task(recording.close())
+        done, _ = await asyncio.wait([closing, storing], timeout=0.2)
+        assert done == {storing}, "it closed before the segment was stored"
+        store.goes_on.set()
+        await closing
+
+    asyncio.run(record())
+    assert [tick.step for tick in read_history(store).ticks] == [1]
+
+
 def test_a_segment_has_room_for_one_batch_only() -> None:
     data = encode_segment(*segment())
     with pa.ipc.open_file(pa.BufferReader(data)) as reader:

@@ -1,0 +1,20 @@
+"""What the study of policies says a failure costs."""
+
+import pytest
+
+from benchmarks.fidelity import progress_lost
+
+
+@pytest.mark.parametrize(
+    ("restored_loss", "steps"),
+    [
+        (2.0, 0.0),  # as good as the run that fails
+        (1.9, 0.0),  # better: nothing is lost
+        (3.0, 10.0),
+        (3.5, 15.0),
+        (5.0, 20.0),  # worse than the base version
+    ],
+)
+def test_progress_lost_is_where_the_failure_free_run_had_that_loss(restored_loss: float, steps: float) -> None:
+    study = {"alone": {0: 4.0, 10: 3.0, 20: 2.0, 30: 1.0}}
+    assert progress_lost(study, {"failure": 20, "restored_loss": restored_loss}) == pytest.approx(steps)
