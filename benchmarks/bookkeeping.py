@@ -162,21 +162,19 @@ class MadeUpWriter:
 def portions(node: int) -> Iterator[tuple[StoredShards, ...]]:
     """What a node's ShardWriter tells in each report."""
     ranks, layers_each = range(RANKS_A_NODE * node, RANKS_A_NODE * (node + 1)), MOST_TOLD // RANKS_A_NODE
-    layers, number = names(), 0
+    layers = names()
     for first in range(0, LAYERS, layers_each):
         told = []
         for name in layers[first : first + layers_each]:
             version = VersionId(layer=name, step=STEP, epoch=EPOCH, attempt=ATTEMPT)
             told.append(
                 StoredShards(
-                    version=version,
-                    world_size=RANKS,
-                    entries={rank: shard_of(version, rank).to_bytes() for rank in ranks},
-                    sizes=dict.fromkeys(ranks, LAYER_BYTES // RANKS),
-                    outcomes=tuple(range(number + 1, number + 1 + len(ranks))),
+                    version,
+                    RANKS,
+                    {rank: shard_of(version, rank).to_bytes() for rank in ranks},
+                    dict.fromkeys(ranks, LAYER_BYTES // RANKS),
                 )
             )
-            number += len(ranks)
         yield tuple(told)
 
 
@@ -184,7 +182,7 @@ def shard_of(version: VersionId, rank: int) -> ShardRef:
     """A shard that holds the end of one tensor and the beginning of the next."""
     prefix = f"model.layers.{version.layer}"
     return ShardRef(
-        key=keys.shard(**version.model_dump(), rank=rank, world_size=RANKS),
+        key=keys.shard(**version._asdict(), rank=rank, world_size=RANKS),
         rank=rank,
         bytes=LAYER_BYTES // RANKS,
         digest=f"{rank:032x}",

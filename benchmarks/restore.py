@@ -114,8 +114,8 @@ def _store(trained: Trained, layers: Sequence[Layer], options: StorageOptions, c
     plans = {}
     for layer in layers:
         version = VersionId(layer=layer.name, step=STEPS, epoch=EPOCH, attempt=ATTEMPT)
-        meta = ShardMeta(run="run", optimizer_step=STEPS, rank=0, world_size=1, **version.model_dump())
-        key = keys.shard(**version.model_dump(), rank=0, world_size=1)
+        meta = ShardMeta(run="run", optimizer_step=STEPS, rank=0, world_size=1, **version._asdict())
+        key = keys.shard(**version._asdict(), rank=0, world_size=1)
         summary = write_shard(store, key, meta, trained.tensors(layer), encoding, base)
         ranges = cut(layer, trained.model, 0, 1).ranges
         shard = ShardRef(key=key, rank=0, bytes=summary.bytes, digest=summary.digest, ranges=ranges)

@@ -162,7 +162,7 @@ class Catalog:
     def write_manifest(self, manifest: Manifest | Assembly) -> VersionRef:
         """Store the manifest of a version all of whose shards are durable; return what a record says of it."""
         version = manifest.version
-        key, data = keys.manifest(**version.model_dump()), manifest.to_bytes()
+        key, data = keys.manifest(**version._asdict()), manifest.to_bytes()
         self.store.put(key, data)
         return VersionRef(
             step=version.step,

@@ -92,6 +92,7 @@ class CheckpointActor:
         )
         self._epoch = (await self._commits.health.retrying(self._catalog.claim, claim)).epoch
         self._recorder.open(self._epoch)
+        self._writers.open(self._epoch)
         self._spawn(self._show_life())
         newest = await self._commits.open(self._epoch)
         goes_on = ray.get_runtime_context().was_current_actor_reconstructed

@@ -154,18 +154,15 @@ class ShardOrder:
     """The shard's part of its order's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredShards:
-    """Shards of one layer version that a ShardWriter has stored."""
+class StoredShards(NamedTuple):
+    """Shards of one layer version that a ShardWriter has stored. No object each: there may be 200,000 of them."""
 
     version: VersionId
     world_size: int
-    entries: Mapping[int, bytes]
-    """By rank, what a manifest says of the shard: its `ShardRef` as JSON. No objects: there may be 200,000 of them."""
-    sizes: Mapping[int, int]
+    entries: dict[int, bytes]
+    """By rank, what a manifest says of the shard: its `ShardRef` as JSON."""
+    sizes: dict[int, int]
     """By rank, its bytes."""
-    outcomes: tuple[int, ...]
-    """Numbers of these outcomes, in the writer's life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,22 +173,22 @@ class FailedShard:
     problem: str
     poisoned: bool = False
     """Refused because it holds a non-finite value."""
-    outcome: int
-    """Number of this outcome, in the writer's life."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriterQuestion:
-    """What the CheckpointActor asks a ShardWriter, as soon as there is news, or after `wait_s`."""
+    """What the CheckpointActor asks a ShardWriter, which answers when there is news, or after `wait_s`."""
 
+    epoch: int
+    """Who asks. A writer forgets nothing for an epoch older than the newest one that has asked."""
     life: str = ""
     """The life of the writer that the rest is about; another life tells everything from its beginning."""
     seen: int = 0
-    """Number of the last outcome heard of."""
-    forget: tuple[int, ...] = ()
-    """Outcomes that nobody will ask for again."""
+    """Number of the last outcome heard of. Failures up to it may be forgotten."""
+    over: frozenset[VersionId] = frozenset()
+    """Versions of which nobody will ask any more what is stored."""
     wait_s: float
-    tell_pending: bool
+    tell_pending: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +202,7 @@ class WriterReport:
     stored: tuple[StoredShards, ...]
     failed: tuple[FailedShard, ...]
     pending: Mapping[VersionId, frozenset[int]] | None
-    """Ranks by version; only when no outcome is left to tell, for else what is neither told nor pending is not lost."""
+    """Ranks by version. None unless asked for and no outcome is left to tell: only then what is not pending is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from storage.errors import CorruptObjectError
 
@@ -90,8 +90,11 @@ class ShardRef(Stored):
     ranges: tuple[ElementRange, ...]
 
 
-class VersionId(Stored):
-    """Identity of a layer version. All its shards come from one decision, so from one attempt."""
+class VersionId(NamedTuple):
+    """Identity of a layer version. All its shards come from one decision, so from one attempt.
+
+    A tuple, as the CheckpointActor looks up 200 of them for each ShardWriter; stored as a JSON object.
+    """
 
     layer: str
     step: NonNegative
@@ -113,6 +116,10 @@ class Manifest(Sealed):
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))):
             raise ValueError(f"expected one shard of each of {self.world_size} ranks")
         return self
+
+    @field_serializer("version")
+    def _as_object(self, version: VersionId) -> dict[str, Any]:
+        return version._asdict()
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,13 +49,9 @@ class _Outcome:
     problem: str = ""
     poisoned: bool = False
 
-    def as_failed(self, number: int) -> FailedShard:
-        """What is told of it under `number`."""
-        return FailedShard(version=self.version, problem=self.problem, poisoned=self.poisoned, outcome=number)
-
 
 class ShardWriter:
-    """Accepts shards, stores them, and keeps each outcome until it is told to forget it."""
+    """Accepts shards, stores them, and keeps each outcome until it may forget it."""
 
     def __init__(self, storage: StorageOptions, run: str, faults: Sequence[FaultOptions]) -> None:
         self._store = open_object_store(storage, run)
@@ -67,6 +63,9 @@ class ShardWriter:
         self._outcomes: dict[int, _Outcome] = {}
         """By number, in ascending order."""
         self._last = 0
+        """Number of the newest outcome."""
+        self._epoch = 0
+        """The newest that has asked."""
         self._changed = asyncio.Event()
         self._last_poll = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,48 +94,43 @@ class ShardWriter:
         """Answer as soon as there is an outcome after those seen, or after the time that the question gives."""
         self._last_poll = time.monotonic()
         self._watch_for_abandonment()
-        seen = 0
-        if question.life == self._life:
-            seen = question.seen
-            for number in question.forget:
-                self._outcomes.pop(number, None)
-            self._changed.clear()
-            if self._last == seen:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), question.wait_s)
-        return self._report(seen, tell_pending=question.tell_pending)
+        self._epoch = max(self._epoch, question.epoch)
+        if question.life != self._life:
+            return self._report(0, tell_pending=question.tell_pending)
+        if question.epoch == self._epoch:
+            self._forget(question.seen, question.over)
+        self._changed.clear()
+        if self._last == question.seen:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), question.wait_s)
+        return self._report(question.seen, tell_pending=question.tell_pending)
+
+    def _forget(self, seen: int, over: Set[VersionId]) -> None:
+        self._outcomes = {
+            number: outcome
+            for number, outcome in self._outcomes.items()
+            if (number > seen if outcome.shard is None else outcome.version not in over)
+        }
 
     def _report(self, seen: int, *, tell_pending: bool) -> WriterReport:
-        told = list(islice((number for number in self._outcomes if number > seen), MOST_TOLD))
-        last = told[-1] if told else self._last
-        stored: dict[VersionId, list[int]] = {}
+        told = dict(islice((item for item in self._outcomes.items() if item[0] > seen), MOST_TOLD))
+        last = max(told, default=self._last)
+        stored: dict[VersionId, StoredShards] = {}
         failed = []
-        for number in told:
-            outcome = self._outcomes[number]
-            if outcome.shard is not None:
-                stored.setdefault(outcome.version, []).append(number)
-            else:
-                failed.append(outcome.as_failed(number))
+        for outcome in told.values():
+            version, shard = outcome.version, outcome.shard
+            if shard is None:
+                failed.append(FailedShard(version=version, problem=outcome.problem, poisoned=outcome.poisoned))
+                continue
+            if version not in stored:
+                stored[version] = StoredShards(version, outcome.world_size, {}, {})
+            stored[version].entries[shard.rank] = shard.to_bytes()
+            stored[version].sizes[shard.rank] = shard.bytes
+        pending = None
+        if tell_pending and last == self._last:
+            pending = {version: frozenset(ranks) for version, ranks in self._pending.items()}
         return WriterReport(
-            life=self._life,
-            last=last,
-            stored=tuple(self._as_stored(version, numbers) for version, numbers in stored.items()),
-            failed=tuple(failed),
-            pending=self._copy_of_pending() if tell_pending and last == self._last else None,
-        )
-
-    def _copy_of_pending(self) -> dict[VersionId, frozenset[int]]:
-        return {version: frozenset(ranks) for version, ranks in self._pending.items()}
-
-    def _as_stored(self, version: VersionId, numbers: list[int]) -> StoredShards:
-        world_size = self._outcomes[numbers[0]].world_size
-        shards = [shard for number in numbers if (shard := self._outcomes[number].shard) is not None]
-        return StoredShards(
-            version=version,
-            world_size=world_size,
-            entries={shard.rank: shard.to_bytes() for shard in shards},
-            sizes={shard.rank: shard.bytes for shard in shards},
-            outcomes=tuple(numbers),
+            life=self._life, last=last, stored=tuple(stored.values()), failed=tuple(failed), pending=pending
         )
 
     async def nudge(self) -> None:
@@ -161,10 +155,9 @@ class ShardWriter:
         outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors, base, window)
         self._last += 1
         self._outcomes[self._last] = outcome
-        pending = self._pending.get(version, set())
-        pending.discard(rank)
-        if not pending:
-            self._pending.pop(version, None)
+        self._pending[version].discard(rank)
+        if not self._pending[version]:
+            del self._pending[version]
         self._changed.set()
 
     def _store_blocking(
@@ -187,7 +180,7 @@ class ShardWriter:
                     what = f"{bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
                     problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
                     return replace(outcome, problem=problem, poisoned=True)
-            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
+            key = keys.shard(**version._asdict(), rank=rank, world_size=world_size)
             strike("before_upload")
             summary = write_shard(
                 self._store,

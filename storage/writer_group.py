@@ -60,7 +60,7 @@ class WriterGroup:
         self._heard: dict[str, _Heard] = {}
         self._held: dict[str, _Held] = {}
         self._followed: dict[str, Any] = {}
-        self._draining = 0
+        self._epoch = self._draining = 0
         self._turn = asyncio.Lock()
         self.moment = 0
         """Counts questions to writers: what happened at a moment, a writer asked later takes into account."""
@@ -68,6 +68,10 @@ class WriterGroup:
         """Moment at which a writer last turned out to have been started anew, or was first heard of."""
         self.in_doubt = False
         """Set while somebody needs to know which shards the writers still hold."""
+
+    def open(self, epoch: int) -> None:
+        """From now on `epoch` asks."""
+        self._epoch = epoch
 
     @property
     def names(self) -> dict[str, str]:
@@ -205,10 +209,8 @@ class WriterGroup:
         heard = self._heard.setdefault(name, _Heard(self._uploads))
         while True:
             self.moment += 1
-            moment, is_draining = self.moment, self._draining > 0
-            wait_s = DRAIN_POLL_S if is_draining else POLL_S
-            question = heard.next_question(wait_s, tell_pending=is_draining or self.in_doubt)
-            report: WriterReport = await writer.poll.remote(question)
+            moment = self.moment
+            report: WriterReport = await writer.poll.remote(self._question(heard))
             if report.life != heard.life:
                 self.changed_at = self.moment
                 self._held.pop(name, None)
@@ -220,36 +222,45 @@ class WriterGroup:
             # However many writers there are, together they cost the CheckpointActor no more than one every so often.
             await asyncio.sleep(PAUSE_S * len(self._followers))
 
+    def _question(self, heard: "_Heard") -> WriterQuestion:
+        is_draining = self._draining > 0
+        return WriterQuestion(
+            epoch=self._epoch,
+            life=heard.life,
+            seen=heard.last,
+            over=heard.over(),
+            wait_s=DRAIN_POLL_S if is_draining else POLL_S,
+            tell_pending=is_draining or self.in_doubt,
+        )
+
 
 class _Heard:
     """How far the present life of a writer was heard, and what it may forget; outlives who listens to it."""
 
     def __init__(self, uploads: Bookkeeper) -> None:
-        self.life, self._last = "", 0
+        self.life, self.last = "", 0
         self._uploads = uploads
-        self._stored: dict[VersionId, list[int]] = {}
-        self._over: list[int] = []
+        self._stored: set[VersionId] = set()
+        """Versions that it keeps shards of."""
+        self._over: frozenset[VersionId] = frozenset()
         self._as_of: object = None
 
-    def next_question(self, wait_s: float, *, tell_pending: bool) -> WriterQuestion:
-        """What to ask now. Until it is answered, it is asked again."""
+    def over(self) -> frozenset[VersionId]:
+        """Versions that it may forget; said again until there is an answer."""
         if self._as_of is not self._uploads.as_of():
             self._as_of = self._uploads.as_of()
-            for version in [version for version in self._stored if self._uploads.is_over(version)]:
-                self._over += self._stored.pop(version)
-        forget = tuple(self._over)
-        return WriterQuestion(life=self.life, seen=self._last, forget=forget, wait_s=wait_s, tell_pending=tell_pending)
+            self._over |= {version for version in self._stored if self._uploads.is_over(version)}
+        return self._over
 
     def take(self, report: WriterReport) -> None:
         """Pass on what the answer tells."""
         if report.life != self.life:
-            self.life = report.life
             self._stored.clear()
-        self._last = report.last
+        self._stored -= self._over
+        self._over = frozenset()
+        self._stored.update(stored.version for stored in report.stored)
+        self.life, self.last = report.life, report.last
         self._uploads.take(report)
-        for stored in report.stored:
-            self._stored.setdefault(stored.version, []).extend(stored.outcomes)
-        self._over = [failed.outcome for failed in report.failed]
 
 
 def _end(name: str) -> None:

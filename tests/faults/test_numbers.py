@@ -41,8 +41,8 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     order = ShardOrder(meta=meta, ranges=(), encoding=RAW)
     try:
         ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)], ()))
-        first: WriterReport = ray.get(writer.poll.remote(WriterQuestion(wait_s=0.0, tell_pending=True)))
-        question = WriterQuestion(life=first.life, wait_s=60.0, tell_pending=True)
+        first: WriterReport = ray.get(writer.poll.remote(WriterQuestion(epoch=1, wait_s=0.0)))
+        question = WriterQuestion(epoch=1, life=first.life, wait_s=60.0, tell_pending=True)
         report: WriterReport = ray.get(writer.poll.remote(question))
         assert (report.stored, report.pending) == ((), {})
         (failed,) = report.failed

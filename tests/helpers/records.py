@@ -52,7 +52,7 @@ def shard(version: VersionId, rank: int, world_size: int) -> ShardRef:
     """The shard of `rank`, cut evenly."""
     first, end = (LAYER_BYTES * r // world_size for r in (rank, rank + 1))
     return ShardRef(
-        key=keys.shard(**version.model_dump(), rank=rank, world_size=world_size),
+        key=keys.shard(**version._asdict(), rank=rank, world_size=world_size),
         rank=rank,
         bytes=end - first,
         digest="d",

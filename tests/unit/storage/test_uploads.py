@@ -76,16 +76,15 @@ class Run:
 
     def stored(self, *ranks: int, **changes: int) -> bool:
         """The shards of `ranks` are stored; returns whether their writer may forget it."""
-        version = VERSION.model_copy(update=changes)
+        version = VERSION._replace(**changes)
         entries, sizes = told_of(version, ranks, WORLD)
-        numbers = tuple(rank + 1 for rank in ranks)
-        self.told(StoredShards(version=version, world_size=WORLD, entries=entries, sizes=sizes, outcomes=numbers))
+        self.told(StoredShards(version, WORLD, entries, sizes))
         return self.uploads.is_over(version)
 
     def failed(self, **changes: int) -> None:
         """A shard could not be stored."""
-        version = VERSION.model_copy(update=changes)
-        self.told(failed=FailedShard(version=version, problem="503", outcome=1))
+        version = VERSION._replace(**changes)
+        self.told(failed=FailedShard(version=version, problem="503"))
 
     def told(self, stored: StoredShards | None = None, failed: FailedShard | None = None) -> None:
         parts = {"stored": (stored,) if stored else (), "failed": (failed,) if failed else ()}
@@ -172,9 +171,9 @@ def test_what_booking_costs_does_not_grow_with_the_shards(run: Run) -> None:
     """Objects and calls for each shard made booking what 1,024 ranks store of 200 layers take a minute."""
 
     def calls(layer: str, ranks: range) -> int:
-        version = VERSION.model_copy(update={"layer": layer})
+        version = VERSION._replace(layer=layer)
         entries, sizes = told_of(version, ranks, WORLD * len(ranks))
-        stored = StoredShards(version=version, world_size=WORLD * len(ranks), entries=entries, sizes=sizes, outcomes=())
+        stored = StoredShards(version, WORLD * len(ranks), entries, sizes)
         counted = count_calls(lambda: run.told(stored))
         assert counted["shards_durable"] == 1
         return counted.total()

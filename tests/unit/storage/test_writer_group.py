@@ -107,14 +107,14 @@ def test_every_outcome_is_told_once_and_kept_until_its_version_is_over(
 async def kept(writer: ShardWriter) -> dict[str, int]:
     """Stored shards, by layer, that a CheckpointActor which has just started hears of."""
     found: dict[str, int] = {}
-    question = WriterQuestion(wait_s=0.0, tell_pending=False)
+    question = WriterQuestion(epoch=0, wait_s=0.0)
     while True:
         report = await writer.poll(question)
         for stored in report.stored:
             found[stored.version.layer] = found.get(stored.version.layer, 0) + len(stored.entries)
         if not report.stored:
             return found
-        question = WriterQuestion(life=report.life, seen=report.last, wait_s=0.0, tell_pending=False)
+        question = WriterQuestion(epoch=0, life=report.life, seen=report.last, wait_s=0.0)
 
 
 def test_a_new_life_of_a_writer_is_noticed_and_heard_from_its_beginning(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class Trained:
         shards = []
         for rank in range(world_size):
             part = cut(layer, self.model, rank, world_size)
-            meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version.model_dump())
-            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
+            meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version._asdict())
+            key = keys.shard(**version._asdict(), rank=rank, world_size=world_size)
             tensors: list[ShardTensor] = []
             Snapshotter(CPU).take(slice_tensors(part, layer, self.model, self.optimizer), tensors.extend)
             summary = write_shard(store, key, meta, tensors, encoding, model_base(tiny("llama-tied", self.seed)))
