@@ -206,8 +206,12 @@ def commit_once() -> Commit:
     """Book and commit one version of every layer."""
     writers = {f"node-{node}": MadeUpWriter(node) for node in range(RANKS // RANKS_A_NODE)}
     gc.collect()
-    with tempfile.TemporaryDirectory(prefix="layercheck-bench-") as folder:
-        return asyncio.run(_commit(Path(folder), writers))
+    gc.freeze()  # as the CheckpointActor does
+    try:
+        with tempfile.TemporaryDirectory(prefix="layercheck-bench-") as folder:
+            return asyncio.run(_commit(Path(folder), writers))
+    finally:
+        gc.unfreeze()
 
 
 async def _commit(folder: Path, writers: dict[str, MadeUpWriter]) -> Commit:

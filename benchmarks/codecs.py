@@ -16,13 +16,13 @@ from benchmarks.subject import Trained, group_of_one, job_spec, layers_up_to, tr
 from storage.encoding import encoding_of
 from storage.finite import count_nonfinite
 from storage.object_store import ObjectStore
-from storage.options import CheckpointOptions, Codec, parse_write_budget
+from storage.options import CheckpointOptions, parse_write_budget
 from storage.shard_format import ShardMeta
 from storage.shard_writer import write_shard
 from workers.layers import Layer
 from workers.state import to_numpy
 
-CODECS: tuple[Codec, ...] = ("raw", "lossless", "delta")
+CODECS = ("raw", "lossless", "delta")
 STEPS = 3
 
 
@@ -54,7 +54,7 @@ def run(profile: Profile) -> Outcome:
     return Outcome(marks, {"handed_over_mb_s": needed_mb_s, "step_seconds": trained.step_seconds, "codecs": found})
 
 
-def measure(trained: Trained, layers: list[Layer], codec: Codec, repeats: int) -> dict[str, Any]:
+def measure(trained: Trained, layers: list[Layer], codec: str, repeats: int) -> dict[str, Any]:
     """Encode `layers`; MB/s are of the state, a CPU second of this thread each."""
     encoding = encoding_of(CheckpointOptions(codec=codec))
     store, seconds = cast("ObjectStore", _Nowhere()), []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.piece import Mark, Outcome, Profile
-from benchmarks.stores import drop_cached, local_folder, s3_bucket
+from benchmarks.stores import drop_cached, fast_bucket, local_folder
 from benchmarks.subject import CPU, Trained, group_of_one, job_spec, layers_up_to, train
 from storage import keys
 from storage.catalog import Catalog
@@ -38,7 +38,7 @@ def run(profile: Profile) -> Outcome:
     repeats = profile.pick(quick=3, full=9)
     most_bytes = profile.pick(quick=200, full=600) * 10**6
     found: list[dict[str, Any]] = []
-    with group_of_one(), local_folder() as local, s3_bucket() as s3:
+    with group_of_one(), local_folder() as local, fast_bucket() as s3:
         trained = train(job_spec(profile), STEPS)
         layers = layers_up_to(trained, most_bytes)
         for codec in CODECS:

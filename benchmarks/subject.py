@@ -18,8 +18,8 @@ from workers.layers import Layer, find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer
 from workers.slices import cut
-from workers.split import split_layers
 from workers.snapshot import on_host
+from workers.split import split_layers
 from workers.state import slice_tensors
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward
 

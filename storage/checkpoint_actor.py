@@ -5,6 +5,7 @@ Its event loop never waits for storage: everything blocking runs in threads.
 
 import asyncio
 import contextlib
+import gc
 import uuid
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -41,6 +42,7 @@ class CheckpointActor:
     """One per run. Restarted by Ray it claims a new epoch and rebuilds itself from the catalog and the ShardWriters."""
 
     def __init__(self, setup: ActorSetup) -> None:
+        gc.freeze()  # what is imported stays: to look through it for garbage would stop every thread for 0.1 s
         self._setup, self._options = setup, setup.checkpoint
         self._store = open_object_store(setup.storage, setup.run)
         self._catalog = Catalog(self._store)

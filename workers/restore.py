@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Share:
-    """What one rank has read of a plan: verified chunks of tensors by object key, and what is wrong with which layer."""
+    """What one rank has read of a plan: verified chunks of tensors by object key, and what is wrong with a layer."""
 
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
@@ -154,14 +154,12 @@ def distribute(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assigned = readers(plan, world_size)
     for _, shard in shards_of(plan):
+        if world_size == 1:
+            _fill_from(share.tensors.pop(shard.key), model, optimizer)
+            continue
         entries = index[shard.key]
         size = max((entry.offset + entry.nbytes for entry in entries), default=0)
         if size == 0:
-            continue
-        if world_size == 1:
-            for chunk in share.tensors.pop(shard.key):
-                values = from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype)
-                fill(model, optimizer, chunk.name, chunk.kind, chunk.first, values)
             continue
         if assigned[shard.key] == rank:
             buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
@@ -170,6 +168,13 @@ def distribute(
         dist.broadcast(buffer, src=assigned[shard.key])
         for entry in entries:
             fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
+
+
+def _fill_from(chunks: list[ShardTensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill straight from the bytes that were read: with nobody to broadcast to, nothing need be packed."""
+    for chunk in chunks:
+        values = from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype)
+        fill(model, optimizer, chunk.name, chunk.kind, chunk.first, values)
 
 
 def _packed(tensors: list[ShardTensor], entries: list[Entry], size: int) -> Tensor:

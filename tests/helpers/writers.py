@@ -5,6 +5,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import ray
+
 from storage.messages import FailedShard, StoredShards, WriterReport
 from storage.records import VersionId
 from storage.writer_group import WriterGroup
@@ -36,11 +38,25 @@ class Taken:
         return version in self.over
 
 
+class Dead:
+    """What is left of an actor whose node is lost."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def called(*_: Any) -> None:
+            raise ray.exceptions.ActorDiedError
+
+        return called
+
+
 class Called:
     """An object of this process, called as a Ray actor is."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+
+    def die(self) -> None:
+        """From now on every call fails."""
+        self.actor = Dead()
 
     def __getattr__(self, name: str) -> Any:
         method: Callable[..., Any] = getattr(self.actor, name)
@@ -51,11 +67,19 @@ class LocalGroup(WriterGroup):
     """A group whose writers live here, by node."""
 
     called: dict[str, Called]
+    ended_left_behind = False
 
     def silence(self) -> None:
         """Listen to nobody any more: who listened is dead."""
         for follower in self._followers.values():
             follower.cancel()
+
+    async def inherit(self) -> None:
+        """No driver before this one has left a writer."""
+
+    def end_left_behind(self) -> None:
+        """Remember that it was called."""
+        self.ended_left_behind = True
 
     async def _writer(self, node: str) -> Any:
         return self.called[node]

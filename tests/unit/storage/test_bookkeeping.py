@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from storage import writer_group
+from storage.attempts import Attempts
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.encoding import RAW
 from storage.errors import FencedError, ObjectNotFoundError
 from storage.messages import AttemptFacts, Order, Report, ShardOrder
 from storage.object_store import open_object_store
+from storage.planner import RestorePlanner
 from storage.records import BaseVersion
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.uploads import Uploads
@@ -57,6 +59,12 @@ class Node:
         await self.called.actor.accept(ShardOrder(meta=meta, ranges=(), encoding=RAW), [tensor], [])
 
 
+def group_facts(world_size: int) -> AttemptFacts:
+    """A worker group on the one node."""
+    base, homes = BaseVersion(source="m", digest="d"), ("node",) * world_size
+    return AttemptFacts(node_of_rank=homes, facts=facts(*LAYERS), shard_bytes={}, base=base)
+
+
 class Books:
     """A CheckpointActor's books: it has claimed an epoch, and listens to the writer of `node`."""
 
@@ -69,6 +77,7 @@ class Books:
         self.uploads = Uploads(self.commits, lambda _: None, self.problems.append)
         self.group = LocalGroup(setup, self.uploads, self.problems.append)
         self.group.called = {"node": node.called}
+        self.group.open(self.epoch)
         self._tasks: list[asyncio.Future[None]] = []
 
     async def open(self, attempt: int) -> None:
@@ -81,9 +90,7 @@ class Books:
         """Attempt `attempt` begins."""
         if not self._tasks:
             await self.commits.open(self.epoch)
-        base = BaseVersion(source="m", digest="d")
-        homes = ("node",) * world_size
-        self.commits.begin_attempt(AttemptFacts(node_of_rank=homes, facts=facts(*LAYERS), shard_bytes={}, base=base))
+        self.commits.begin_attempt(group_facts(world_size))
         self.uploads.begin_attempt(attempt, self.epoch)
         self.commits.journal.attempt_began(self.commits.ledger.committed.step, None)
         await self.commits.commit(self.commits.ledger.committed)
@@ -222,6 +229,59 @@ def test_a_smaller_world_s_attempt_is_not_completed_by_what_the_larger_one_left(
         await eventually(lambda: not node.called.actor._outcomes)
         assert books.commits.journal.totals.bytes_written > written
         await books.die()
+
+    play(body, tmp_path)
+
+
+def test_what_a_lost_node_s_writer_held_is_never_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nobody(name: str) -> None:
+        raise ValueError(name)
+
+    monkeypatch.setattr(writer_group, "find_writer", find_nobody)
+
+    async def body(node: Node) -> None:
+        books, lost = Books(node), Node.started(tmp_path)
+        books.group.called["lost"] = lost.called
+        await books.begin(1, 2)
+        books.group.follow(["node", "lost"])
+        books.order(5, 1)
+        for layer in LAYERS:
+            await node.accept(layer, 5, 0, 2, attempt=1, epoch=1)
+        await lost.accept("a", 5, 1, 2, attempt=1, epoch=1)
+        await eventually(lambda: books.commits.ledger.committed.layers["a"].step == 5)
+        lost.called.die()
+        await eventually(lambda: not books.group.all_heard_since(books.group.moment))
+        books.group.follow(["node"])  # the ranks that are left
+        await books.settled()
+        await books.begin(2, 1)
+        assert {name: ref.step for name, ref in books.commits.ledger.committed.layers.items()} == {"a": 5, "b": 0}
+        books.order(6, 2)
+        for layer in LAYERS:
+            await node.accept(layer, 6, 0, 1, attempt=2, epoch=1)
+        await books.settled()
+        assert books.whole_at() == 6
+        assert books.problems == []
+        await books.die()
+
+    play(body, tmp_path)
+
+
+def test_a_stale_driver_whose_group_comes_back_ends_no_writers(tmp_path: Path) -> None:
+    """The writers of drivers other than its own may be those of the one that has taken over."""
+
+    async def body(node: Node) -> None:
+        stale = Books(node)
+        await stale.begin(1, 1)
+        newer = Books(node)
+        await newer.commits.open(newer.epoch)
+        setup, store = actor_setup(node.folder), stale.catalog.store
+        planner = RestorePlanner(stale.commits, stale.catalog, setup.attempts_without_progress)
+        attempts = Attempts(setup, store, stale.commits, planner, stale.uploads, stale.group)
+        attempts.open(stale.epoch, 1, goes_on=True)
+        with pytest.raises(FencedError):
+            await attempts.begin(group_facts(1))
+        assert not stale.group.ended_left_behind
+        await stale.die()
 
     play(body, tmp_path)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,57 @@ def test_every_outcome_is_told_once_and_kept_until_its_version_is_over(
         assert await kept(writer) == {"b": RANKS}
 
     listening(tmp_path, body)
+
+
+def test_what_a_writer_has_stored_and_not_told_does_not_look_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_actor, "MOST_TOLD", 3)
+
+    async def body(writer: ShardWriter) -> None:
+        question = WriterQuestion(epoch=1, wait_s=0.0, tell_pending=True)
+        for rank in range(RANKS):
+            await accept(writer, meta(rank))
+        told = set[int]()
+        while len(told) < RANKS:
+            report = await writer.poll(question)
+            told |= {rank for stored in report.stored for rank in stored.entries}
+            pending = set() if report.pending is None else report.pending.get(meta().version, set())
+            assert report.pending is None or told | pending == set(range(RANKS))
+            question = replace(question, life=report.life, seen=report.last)
+
+    alone(tmp_path, body)
+
+
+def test_a_writer_forgets_nothing_for_a_stale_epoch(tmp_path: Path) -> None:
+    """A failure that only a stale CheckpointActor has heard of would hold its layer up for ever."""
+
+    async def body(writer: ShardWriter) -> None:
+        new = WriterQuestion(epoch=2, wait_s=0.0)
+        life = (await writer.poll(new)).life
+        await accept(writer, meta(0))
+        await accept(writer, meta(1), fill=float("nan"))
+        await eventually(lambda: not writer._pending)
+        stale = WriterQuestion(epoch=1, life=life, seen=2, over=frozenset({meta().version}), wait_s=0.0)
+        await writer.poll(stale)
+        report = await writer.poll(replace(new, life=life))
+        assert [list(stored.entries) for stored in report.stored] == [[0]]
+        assert len(report.failed) == 1
+        await writer.poll(replace(stale, epoch=2))
+        report = await writer.poll(new)
+        assert (report.stored, report.failed) == ((), ())
+
+    alone(tmp_path, body)
+
+
+def alone(folder: Path, body: Callable[[ShardWriter], Awaitable[None]]) -> None:
+    """Run `body` with a writer to which nobody listens."""
+
+    async def run() -> None:
+        setup = actor_setup(folder)
+        await body(ShardWriter(setup.storage, setup.run, ()))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 async def kept(writer: ShardWriter) -> dict[str, int]:
