@@ -1,6 +1,7 @@
 """What the benchmark trains: a model, data and options, as a job spec says; and its state after a few real steps."""
 
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     layers: tuple[Layer, ...]
     base: dict[str, torch.Tensor]
+    step_seconds: list[float]
 
     def tensors(self, layer: Layer) -> list[ShardTensor]:
         """The state of one layer; views, not copies."""
@@ -76,13 +78,16 @@ def train(spec: JobSpec, steps: int) -> Trained:
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, spec.training)
     trainee = Trainee(DistributedDataParallel(model), optimizer, spec.training, CPU, int(tokenizer.pad_token_id or 0))
+    seconds = []
     for step in range(1, steps + 1):
+        began = time.perf_counter()
         forward_backward(trainee, examples, step)
         clipped_gradient_norm(trainee)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - began)
     layers = split_layers(find_layers(model), model, spec.checkpoint, spec.model.dtype)
-    return Trained(spec, model, optimizer, layers, base)
+    return Trained(spec, model, optimizer, layers, base, seconds)
 
 
 def layers_up_to(trained: Trained, most_bytes: int) -> Sequence[Layer]:

@@ -114,6 +114,7 @@ def test_what_a_writer_has_stored_and_not_told_does_not_look_lost(
         question = WriterQuestion(epoch=1, wait_s=0.0, tell_pending=True)
         for rank in range(RANKS):
             await accept(writer, meta(rank))
+        await eventually(lambda: len(writer._outcomes) > RANKS // 2)
         told = set[int]()
         while len(told) < RANKS:
             report = await writer.poll(question)
