@@ -13,11 +13,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import end_to_end
+from benchmarks import bookkeeping, codecs, end_to_end, restore
 from benchmarks.piece import Mark, Outcome, Profile
 from benchmarks.record import write_record
 
-PIECES: dict[str, Callable[[Profile], Outcome]] = {"end_to_end": end_to_end.run}
+PIECES: dict[str, Callable[[Profile], Outcome]] = {
+    "end_to_end": end_to_end.run,
+    "bookkeeping": bookkeeping.run,
+    "codecs": codecs.run,
+    "restore": restore.run,
+}
 
 
 def main() -> int:

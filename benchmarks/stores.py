@@ -1,5 +1,6 @@
-"""Stores to measure on: a folder on the local disk, and buckets of an S3 server behind a slow link."""
+"""Stores to measure on: a folder on the local disk, and buckets of an S3 server, behind a slow link or not."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -38,3 +39,25 @@ def slow_buckets(bytes_per_s: float) -> Iterator[Callable[[], AbstractContextMan
                 yield server.options(server.new_bucket())
 
         yield bucket
+
+
+@contextmanager
+def fast_bucket() -> Iterator[StorageOptions | None]:
+    """A bucket of such a gateway without a slow link; None where Ceph is not installed."""
+    if not ceph_installed():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="layercheck-ceph-") as folder, ceph_server(Path(folder)) as server:
+        yield server.options(server.new_bucket())
+
+
+def drop_cached(folder: Path) -> None:
+    """Take the files below `folder` out of the page cache, so that they are read from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -104,12 +104,12 @@ class Attempts:
         self._starts = 0
         self.number += 1  # before anything is awaited: from here on, nothing of the attempt before is booked
         self._uploads.begin_attempt(self.number, self._epoch)
-        self._writers.end_left_behind()
         await self._planner.check_progress(self.cause)
         recovery = self._planner.recovery(self.number, self.cause) if self.number > 1 else None
         self.cause = "the worker group was restarted"
         self._commits.journal.attempt_began(self._commits.ledger.committed.step, recovery)
         await self._commits.commit(self._commits.ledger.committed)
+        self._writers.end_left_behind()  # a stale epoch does not get here: they may be of the epoch that fenced it
 
     async def restored(self, bad: dict[str, str], outage: str | None) -> RestorePlan | None:
         """The ranks have read the plan: see `CheckpointActor.restored`.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from storage import keys
+from storage.assembly import Assembly
 from storage.errors import CorruptObjectError, FencedError, ObjectExistsError, ObjectNotFoundError
 from storage.object_store import ObjectStore
 from storage.records import EpochClaim, EpochLife, Fence, Manifest, Record, VersionRef, digest_of
@@ -158,10 +159,10 @@ class Catalog:
         _check_name(info.key, keys.record(record.epoch, record.seq))
         return record
 
-    def write_manifest(self, manifest: Manifest) -> VersionRef:
+    def write_manifest(self, manifest: Manifest | Assembly) -> VersionRef:
         """Store the manifest of a version all of whose shards are durable; return what a record says of it."""
         version = manifest.version
-        key, data = keys.manifest(**version.model_dump()), manifest.to_bytes()
+        key, data = keys.manifest(**version._asdict()), manifest.to_bytes()
         self.store.put(key, data)
         return VersionRef(
             step=version.step,

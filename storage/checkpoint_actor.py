@@ -5,6 +5,7 @@ Its event loop never waits for storage: everything blocking runs in threads.
 
 import asyncio
 import contextlib
+import gc
 import uuid
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import Any
 import ray
 
 from storage.actor_setup import ActorSetup
+from storage.assembly import Assembly
 from storage.attempts import Attempts
 from storage.catalog import Catalog
 from storage.committer import Committer
@@ -24,7 +26,7 @@ from storage.pacer import Pacer
 from storage.planner import RestorePlanner
 from storage.preemption import nodes_given_notice
 from storage.recorder import Recorder
-from storage.records import EpochClaim, EpochLife, Manifest
+from storage.records import EpochClaim, EpochLife
 from storage.restore_points import SWEEP_S
 from storage.uploads import Uploads
 from storage.writer_group import WriterGroup
@@ -40,6 +42,7 @@ class CheckpointActor:
     """One per run. Restarted by Ray it claims a new epoch and rebuilds itself from the catalog and the ShardWriters."""
 
     def __init__(self, setup: ActorSetup) -> None:
+        gc.freeze()  # what is imported stays: to look through it for garbage would stop every thread for 0.1 s
         self._setup, self._options = setup, setup.checkpoint
         self._store = open_object_store(setup.storage, setup.run)
         self._catalog = Catalog(self._store)
@@ -48,7 +51,7 @@ class CheckpointActor:
         planner = RestorePlanner(self._commits, self._catalog, setup.attempts_without_progress)
         self._recorder = Recorder(self._catalog, self._commits.health)
         self._uploads = Uploads(self._commits, self._take_stored, self._give_up)
-        self._writers = WriterGroup(setup, self._uploads.take, self._give_up)
+        self._writers = WriterGroup(setup, self._uploads, self._give_up)
         self._attempts = Attempts(setup, self._store, self._commits, planner, self._uploads, self._writers)
         self._started: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,6 +94,7 @@ class CheckpointActor:
         )
         self._epoch = (await self._commits.health.retrying(self._catalog.claim, claim)).epoch
         self._recorder.open(self._epoch)
+        self._writers.open(self._epoch)
         self._spawn(self._show_life())
         newest = await self._commits.open(self._epoch)
         goes_on = ray.get_runtime_context().was_current_actor_reconstructed
@@ -110,9 +114,9 @@ class CheckpointActor:
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
 
-    def _take_stored(self, manifest: Manifest) -> None:
-        self._pacer.encoded(manifest.version.layer, manifest.bytes)
-        self._recorder.stored(manifest)
+    def _take_stored(self, assembly: Assembly) -> None:
+        self._pacer.encoded(assembly.version.layer, assembly.bytes)
+        self._recorder.stored(assembly)
 
     def _give_up(self, error: Exception) -> None:
         if self._verdict is None:
@@ -241,7 +245,9 @@ class CheckpointActor:
             spread_s = self._pacer.spread_s(report, ledger.committed.step)
             order = Order(decision=number, epoch=self._epoch, attempt=report.attempt, layers=layers, spread_s=spread_s)
         self._recorder.tick(report, ledger.trained, ledger.committed.step, layers)
-        if order is None and (report.hold or report.flush):
+        if order is not None:
+            self._uploads.ordered(order, self._writers)
+        elif report.hold or report.flush:
             await self._next_commit()
         lag = report.step + self._options.interval_steps - ledger.committed.step
         if report.hold and lag <= self._options.max_lag:
@@ -291,8 +297,8 @@ class CheckpointActor:
                 async with self._commits.lock:
                     await self._commits.commit(self._commits.ledger.committed, finished=True)
                     await self._commits.strike("finish", step)
-                    if self._writers.pending():  # given up, but still on their way: they must not land after the sweep
-                        await self._writers.drain(lambda: True, self._options.drain_s)
+                    # What was given up may still be on its way: it must not land after the sweep.
+                    await self._writers.drain(lambda: True, self._options.drain_s)
                     with contextlib.suppress(StoreError):  # what stays is deleted by `gc`
                         await self._commits.points.sweep_everything()
                 self._state = "finished"

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable
 
 from storage.actor_setup import ActorSetup
+from storage.assembly import Assembly
 from storage.catalog import Catalog, Restorable
 from storage.errors import TrainingError
 from storage.fault_points import FaultPoints, Point
 from storage.journal import Journal
 from storage.ledger import Ledger, RestorePoint
 from storage.messages import AttemptFacts
-from storage.records import Manifest, Record
+from storage.records import Record
 from storage.restore_points import RestorePoints
 from storage.retention import Rule
 from storage.store_health import StoreHealth
@@ -34,7 +35,7 @@ class Committer:
         self._faults = FaultPoints(setup.faults, "actor", catalog.store)
         self._epoch = self._seq = 0
         self._group_facts: AttemptFacts | None = None
-        self._stored: list[Manifest] = []
+        self._stored: list[Assembly] = []
         self._news = asyncio.Event()
 
     async def open(self, epoch: int) -> Record | None:
@@ -81,9 +82,9 @@ class Committer:
         steps = {self.ledger.committed.layers[fact.name].step for fact in self.ledger.trained}
         return steps.pop() if len(steps) == 1 else None
 
-    def stored(self, manifest: Manifest) -> None:
+    def stored(self, version: Assembly) -> None:
         """All shards of a version are stored."""
-        self._stored.append(manifest)
+        self._stored.append(version)
         self._news.set()
 
     async def run_forever(self) -> None:
@@ -98,9 +99,9 @@ class Committer:
         while self._stored:
             await self.health.retrying(self._catalog.check_fence, self._epoch)  # a stale epoch writes nothing at all
             batch, self._stored = self._stored, []
-            writing = (self.health.retrying(self._catalog.write_manifest, manifest) for manifest in batch)
-            for manifest, ref in zip(batch, await asyncio.gather(*writing), strict=True):
-                self.ledger.version_durable(manifest.version.layer, ref)
+            writing = (self.health.retrying(self._catalog.write_manifest, assembly) for assembly in batch)
+            for assembly, ref in zip(batch, await asyncio.gather(*writing), strict=True):
+                self.ledger.version_durable(assembly.version.layer, ref)
         point = self.ledger.next_restore_point()
         if point is not None:
             self.journal.progressed()

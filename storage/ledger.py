@@ -1,9 +1,10 @@
 """What is in flight, durable and committed: the CheckpointActor's memory, without any I/O or clock."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from storage.records import BASE, LayerFacts, Manifest, Record, ShardRef, VersionId, VersionRef
+from storage.assembly import Assembly
+from storage.records import BASE, LayerFacts, Record, VersionId, VersionRef
 
 
 @dataclass
@@ -18,8 +19,10 @@ class InFlight:
     """Step of the snapshot, known once the ranks have carried the decision out."""
     stored: bool = False
     """All shards are durable; only the manifest is still to be written."""
+    ordered_at: int = 0
+    """Moment (as the WriterGroup counts) at which the ranks were told."""
     accepted_at: int | None = None
-    """Moment (as the WriterGroup counts) at which every rank was known to have handed its shard over."""
+    """Moment at which every rank was known to have handed its shard over; not looked at before there is a doubt."""
 
     def is_of(self, step: int) -> bool:
         """Whether this is the flight of the version at `step`."""
@@ -37,12 +40,6 @@ class RestorePoint:
     def ages(self, trained: Iterable[LayerFacts]) -> list[int]:
         """Age in steps of each layer of `trained`, in their order."""
         return [self.step - self.layers[fact.name].step for fact in trained]
-
-
-@dataclass
-class _Assembly:
-    world_size: int
-    shards: dict[int, ShardRef] = field(default_factory=dict)
 
 
 class Ledger:
@@ -63,7 +60,7 @@ class Ledger:
         """Step of the newest committed restore point whose layers were all of one step."""
         self.in_flight: dict[str, InFlight] = {}
         self.due: set[str] = set()
-        self._assembling: dict[VersionId, _Assembly] = {}
+        self._assembling: dict[VersionId, Assembly] = {}
         self._durable: dict[str, list[VersionRef]] = {name: [] for name in names}
 
     def issue(self, decision: int, layer: str, node_bytes: tuple[int, ...], earliest: int) -> None:
@@ -80,21 +77,27 @@ class Ledger:
 
     def missing_ranks(self, version: VersionId, world_size: int) -> set[int]:
         """Ranks whose shards of `version` have not been reported durable."""
-        assembly = self._assembling.get(version)
-        return set(range(world_size)) - set(assembly.shards if assembly else ())
+        return self._assembling.get(version, Assembly(version, world_size)).missing_ranks()
 
-    def shard_durable(self, version: VersionId, world_size: int, shard: ShardRef) -> Manifest | None:
-        """One shard is stored. Returns the version's manifest when it was the last one missing."""
-        assembly = self._assembling.setdefault(version, _Assembly(world_size))
-        assembly.shards[shard.rank] = shard
-        if len(assembly.shards) < world_size:
+    def is_over(self, version: VersionId) -> bool:
+        """Whether `version` is committed, or one after it."""
+        return self.committed.layers[version.layer].step >= version.step
+
+    def shards_durable(
+        self, version: VersionId, world_size: int, entries: Mapping[int, bytes], sizes: Mapping[int, int]
+    ) -> Assembly | None:
+        """Shards are stored (see `Assembly.add`). Returns the version when none is missing any more, once."""
+        if self.is_over(version):
             return None
-        del self._assembling[version]
+        assembly = self._assembling.get(version)
+        if assembly is None:
+            assembly = self._assembling[version] = Assembly(version, world_size)
+        if not assembly.add(entries, sizes):
+            return None
         flight = self.in_flight.get(version.layer)
         if flight is not None and flight.is_of(version.step):
             flight.step, flight.stored = version.step, True
-        shards = tuple(assembly.shards[rank] for rank in sorted(assembly.shards))
-        return Manifest(version=version, world_size=world_size, shards=shards)
+        return assembly
 
     def version_durable(self, layer: str, ref: VersionRef) -> None:
         """The manifest of a version is stored: a restore point may name it."""
@@ -102,8 +105,6 @@ class Ledger:
         flight = self.in_flight.get(layer)
         if flight is not None and flight.is_of(ref.step):
             del self.in_flight[layer]
-        for version in [v for v in self._assembling if v.layer == layer and v.step <= ref.step]:
-            del self._assembling[version]
 
     def fail(self, layer: str, step: int | None = None) -> None:
         """The version of `layer` in flight will not become durable: the layer is due again.
@@ -139,6 +140,8 @@ class Ledger:
         self.coherent_step = point.step if not any(point.ages(self.trained)) else min(self.coherent_step, point.step)
         for layer, refs in self._durable.items():
             self._durable[layer] = [ref for ref in refs if ref.step > point.layers[layer].step]
+        for version in [version for version in self._assembling if self.is_over(version)]:
+            del self._assembling[version]
 
     def begin_attempt(self) -> None:
         """What the last attempt has not committed belongs to a history that ends here."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.encoding import Encoding
-from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, ShardRef, VersionId, VersionRef
+from storage.records import BaseVersion, ElementRange, LayerFacts, Manifest, VersionId, VersionRef
 from storage.shard_format import ShardMeta
 
 _EPSILON = 1e-12
@@ -154,27 +154,55 @@ class ShardOrder:
     """The shard's part of its order's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardOutcome:
-    """How storing a shard ended: `shard` when it is durable, else `problem`."""
+class StoredShards(NamedTuple):
+    """Shards of one layer version that a ShardWriter has stored. No object each: there may be 200,000 of them."""
 
     version: VersionId
     world_size: int
-    rank: int
-    shard: ShardRef | None = None
-    problem: str | None = None
+    entries: dict[int, bytes]
+    """By rank, what a manifest says of the shard: its `ShardRef` as JSON."""
+    sizes: dict[int, int]
+    """By rank, its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedShard:
+    """A shard that a ShardWriter could not store."""
+
+    version: VersionId
+    problem: str
     poisoned: bool = False
     """Refused because it holds a non-finite value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriterReport:
-    """What a ShardWriter holds: shards on their way, and outcomes nobody has told it to forget."""
+class WriterQuestion:
+    """What the CheckpointActor asks a ShardWriter, which answers when there is news, or after `wait_s`."""
 
-    news: int
-    """Outcomes so far in this writer's life."""
-    pending: frozenset[tuple[VersionId, int]]
-    outcomes: tuple[ShardOutcome, ...]
+    epoch: int
+    """Who asks. A writer forgets nothing for an epoch older than the newest one that has asked."""
+    life: str = ""
+    """The life of the writer that the rest is about; another life tells everything from its beginning."""
+    seen: int = 0
+    """Number of the last outcome heard of. Failures up to it may be forgotten."""
+    over: frozenset[VersionId] = frozenset()
+    """Versions of which nobody will ask any more what is stored."""
+    wait_s: float
+    tell_pending: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterReport:
+    """A ShardWriter's answer: the next outcomes after those seen, and, if asked for, the shards on their way."""
+
+    life: str
+    """Another one each time that the writer is started: what the one before had accepted is lost with it."""
+    last: int
+    """Number of the last outcome told so far."""
+    stored: tuple[StoredShards, ...]
+    failed: tuple[FailedShard, ...]
+    pending: Mapping[VersionId, frozenset[int]] | None
+    """Ranks by version. None unless asked for and no outcome is left to tell: only then what is not pending is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

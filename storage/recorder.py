@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 
 from storage import keys
+from storage.assembly import Assembly
 from storage.catalog import Catalog
 from storage.history import Durable, LayerTable, SegmentMeta, Tick, encode_segment
 from storage.messages import Report
-from storage.records import LayerFacts, Manifest
+from storage.records import LayerFacts
 from storage.store_health import StoreHealth
 
 SEGMENT_S = 60.0
@@ -58,10 +59,10 @@ class Recorder:
         if len(self._ticks) * len(self._rows) >= SEGMENT_SUMS:
             self._full.set()
 
-    def stored(self, manifest: Manifest) -> None:
+    def stored(self, assembly: Assembly) -> None:
         """All shards of a version are stored."""
-        seconds, version = time.monotonic() - self._began, manifest.version
-        self._durable.append(Durable(version.layer, version.step, manifest.bytes, seconds))
+        seconds, version = time.monotonic() - self._began, assembly.version
+        self._durable.append(Durable(version.layer, version.step, assembly.bytes, seconds))
 
     async def run_forever(self) -> None:
         """Store a segment now and then.

@@ -2,10 +2,10 @@
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from storage.errors import CorruptObjectError
 
@@ -18,6 +18,11 @@ _SEALED = re.compile(rb'\{"digest":"([0-9a-f]{32})",')
 def digest_of(data: bytes) -> str:
     """XXH3-128 of `data`, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def sealed(document: bytes) -> bytes:
+    """The JSON object `document` with its digest as first field."""
+    return b'{"digest":"%s",%s' % (digest_of(document).encode(), document[1:])
 
 
 class Stored(BaseModel):
@@ -50,8 +55,7 @@ class Sealed(Stored):
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with its digest."""
-        rest = super().to_bytes()
-        return b'{"digest":"%s",%s' % (digest_of(rest).encode(), rest[1:])
+        return sealed(super().to_bytes())
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> Self:
@@ -86,8 +90,11 @@ class ShardRef(Stored):
     ranges: tuple[ElementRange, ...]
 
 
-class VersionId(Stored):
-    """Identity of a layer version. All its shards come from one decision, so from one attempt."""
+class VersionId(NamedTuple):
+    """Identity of a layer version. All its shards come from one decision, so from one attempt.
+
+    A tuple, as the CheckpointActor looks up 200 of them for each ShardWriter; stored as a JSON object.
+    """
 
     layer: str
     step: NonNegative
@@ -109,6 +116,10 @@ class Manifest(Sealed):
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))):
             raise ValueError(f"expected one shard of each of {self.world_size} ranks")
         return self
+
+    @field_serializer("version")
+    def _as_object(self, version: VersionId) -> dict[str, Any]:
+        return version._asdict()
 
     @property
     def bytes(self) -> int:

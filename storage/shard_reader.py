@@ -65,6 +65,29 @@ def read_shard(store: ObjectStore, key: str, bytes: int, digest: str, base: Base
     return Shard(shard.meta, tensors)
 
 
+def read_chunks(store: ObjectStore, key: str, bytes: int, digest: str, base: Base | None = None) -> Shard:
+    """Read and verify a whole shard, as `read_shard`, but leave its tensors in chunks: so nothing is copied.
+
+    Returns:
+        The shard, with a `ShardTensor` for each chunk; arrays are read-only, and those stored raw are views of the
+        bytes read, which may not be aligned.
+    """
+    with _whole(store, key, bytes, digest) as (shard, rows):
+        chunks = tuple(
+            ShardTensor(
+                tensor.name,
+                tensor.kind,
+                tensor.dtype,
+                chunk.first,
+                chunk.count,
+                _decoded(key, tensor, rows[chunk.batch, chunk.row], chunk, base),
+            )
+            for tensor in shard.index.tensors
+            for chunk in tensor.chunks
+        )
+    return Shard(shard.meta, chunks)
+
+
 def check_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> None:
     """Read and verify a whole shard without decoding it, so without the base version that this may take.
 

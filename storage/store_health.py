@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from storage.errors import FencedError, ObjectExistsError, ObjectNotFoundError, StoreError
@@ -11,6 +13,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_S = 1.0
+PARALLEL_CALLS = 32
+"""Store calls at once, on however few cores: they wait for the store."""
 
 
 class StoreHealth:
@@ -21,6 +25,7 @@ class StoreHealth:
         self._outage_s = outage_s
         self._note = note
         self._failing_since: float | None = None
+        self._threads = ThreadPoolExecutor(PARALLEL_CALLS, thread_name_prefix="store")
 
     def works(self) -> None:
         """A store call succeeded."""
@@ -47,7 +52,8 @@ class StoreHealth:
         """
         while True:
             try:
-                result = await asyncio.to_thread(call, *args, **kwargs)
+                calling = partial(call, *args, **kwargs)
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, calling)
             except (FencedError, ObjectExistsError, ObjectNotFoundError):
                 raise
             except StoreError as error:

@@ -19,10 +19,12 @@ class WorkerGroup:
         """Add the ranks' bytes up by node."""
         homes = facts.node_of_rank
         nodes = tuple(dict.fromkeys(homes))
-        node_bytes = {
-            layer: tuple(sum(size for size, home in zip(sizes, homes, strict=True) if home == node) for node in nodes)
-            for layer, sizes in facts.shard_bytes.items()
-        }
+        node_bytes = {}
+        for layer, sizes in facts.shard_bytes.items():
+            total = dict.fromkeys(nodes, 0)
+            for size, home in zip(sizes, homes, strict=True):
+                total[home] += size
+            node_bytes[layer] = tuple(total.values())
         return cls(facts, nodes, node_bytes)
 
     def bytes_on(self, node: str) -> dict[str, int]:

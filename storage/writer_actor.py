@@ -6,10 +6,12 @@ It is a detached Ray actor, so what it has accepted still lands when the trainin
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import ray
@@ -20,7 +22,7 @@ from storage.codecs import base_of
 from storage.errors import LayerCheckError
 from storage.fault_points import FaultOptions, FaultPoints
 from storage.finite import count_nonfinite
-from storage.messages import ShardOrder, ShardOutcome, WriterReport
+from storage.messages import FailedShard, ShardOrder, StoredShards, WriterQuestion, WriterReport
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
 from storage.pace import Pace, Window
@@ -31,21 +33,39 @@ from storage.shard_writer import write_shard
 
 NAMESPACE = "layercheck"
 PARALLEL_UPLOADS = 4
+MOST_TOLD = 2048
+"""Outcomes in one report: bounds how long the CheckpointActor is busy with it."""
 ABANDONED_S = 600.0
 """A writer that was asked before, that no CheckpointActor has asked for this long, and that holds nothing, ends."""
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """How storing a shard ended: `shard` when it is durable, else `problem`."""
+
+    version: VersionId
+    world_size: int
+    shard: ShardRef | None = None
+    problem: str = ""
+    poisoned: bool = False
+
+
 class ShardWriter:
-    """Accepts shards, stores them, and keeps each outcome until it is told to forget it."""
+    """Accepts shards, stores them, and keeps each outcome until it may forget it."""
 
     def __init__(self, storage: StorageOptions, run: str, faults: Sequence[FaultOptions]) -> None:
         self._store = open_object_store(storage, run)
         self._faults = FaultPoints(faults, "writer", self._store)
         self._pace = Pace()
         self._uploads = ThreadPoolExecutor(PARALLEL_UPLOADS, thread_name_prefix="upload")
-        self._pending: set[tuple[VersionId, int]] = set()
-        self._outcomes: dict[tuple[VersionId, int], ShardOutcome] = {}
-        self._news = 0
+        self._life = uuid.uuid4().hex
+        self._pending: dict[VersionId, set[int]] = {}
+        self._outcomes: dict[int, _Outcome] = {}
+        """By number, in ascending order."""
+        self._last = 0
+        """Number of the newest outcome."""
+        self._epoch = 0
+        """The newest that has asked."""
         self._changed = asyncio.Event()
         self._last_poll = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,26 +84,54 @@ class ShardWriter:
 
         `base`: the base version of the same elements of the parameters; nothing if `order.encoding` needs none.
         """
-        self._pending.add((order.meta.version, order.meta.rank))
+        self._pending.setdefault(order.meta.version, set()).add(order.meta.rank)
         window = self._pace.window(order.meta.step, order.spread_s)
         task = asyncio.get_running_loop().create_task(self._store_shard(order, tensors, base, window))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def poll(self, seen: int, forget: Sequence[tuple[VersionId, int]], wait_s: float) -> WriterReport:
-        """Report what is held, as soon as there is an outcome newer than `seen` (a report's `news`), or after `wait_s`.
-
-        The outcomes in `forget` are dropped first.
-        """
+    async def poll(self, question: WriterQuestion) -> WriterReport:
+        """Answer as soon as there is an outcome after those seen, or after the time that the question gives."""
         self._last_poll = time.monotonic()
         self._watch_for_abandonment()
-        for key in forget:
-            self._outcomes.pop(key, None)
+        self._epoch = max(self._epoch, question.epoch)
+        if question.life != self._life:
+            return self._report(0, tell_pending=question.tell_pending)
+        if question.epoch == self._epoch:
+            self._forget(question.seen, question.over)
         self._changed.clear()
-        if self._news == seen:
+        if self._last == question.seen:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
-        return WriterReport(news=self._news, pending=frozenset(self._pending), outcomes=tuple(self._outcomes.values()))
+                await asyncio.wait_for(self._changed.wait(), question.wait_s)
+        return self._report(question.seen, tell_pending=question.tell_pending)
+
+    def _forget(self, seen: int, over: Set[VersionId]) -> None:
+        self._outcomes = {
+            number: outcome
+            for number, outcome in self._outcomes.items()
+            if (number > seen if outcome.shard is None else outcome.version not in over)
+        }
+
+    def _report(self, seen: int, *, tell_pending: bool) -> WriterReport:
+        told = dict(islice((item for item in self._outcomes.items() if item[0] > seen), MOST_TOLD))
+        last = max(told, default=self._last)
+        stored: dict[VersionId, StoredShards] = {}
+        failed = []
+        for outcome in told.values():
+            version, shard = outcome.version, outcome.shard
+            if shard is None:
+                failed.append(FailedShard(version=version, problem=outcome.problem, poisoned=outcome.poisoned))
+                continue
+            if version not in stored:
+                stored[version] = StoredShards(version, outcome.world_size, {}, {})
+            stored[version].entries[shard.rank] = shard.to_bytes()
+            stored[version].sizes[shard.rank] = shard.bytes
+        pending = None
+        if tell_pending and last == self._last:
+            pending = {version: frozenset(ranks) for version, ranks in self._pending.items()}
+        return WriterReport(
+            life=self._life, last=last, stored=tuple(stored.values()), failed=tuple(failed), pending=pending
+        )
 
     async def nudge(self) -> None:
         """Somebody waits for what is held: store it as fast as possible, and let a `poll` that waits answer now."""
@@ -102,17 +150,19 @@ class ShardWriter:
     async def _store_shard(
         self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor], window: Window
     ) -> None:
-        key = (order.meta.version, order.meta.rank)
+        version, rank = order.meta.version, order.meta.rank
         loop = asyncio.get_running_loop()
         outcome = await loop.run_in_executor(self._uploads, self._store_blocking, order, tensors, base, window)
-        self._outcomes[key] = outcome
-        self._pending.discard(key)
-        self._news += 1
+        self._last += 1
+        self._outcomes[self._last] = outcome
+        self._pending[version].discard(rank)
+        if not self._pending[version]:
+            del self._pending[version]
         self._changed.set()
 
     def _store_blocking(
         self, order: ShardOrder, tensors: Sequence[ShardTensor], base: Sequence[ShardTensor], window: Window
-    ) -> ShardOutcome:
+    ) -> _Outcome:
         version, rank, world_size = order.meta.version, order.meta.rank, order.meta.world_size
         strike = partial(self._faults.strike, step=version.step, attempt=version.attempt, rank=rank)
 
@@ -122,7 +172,7 @@ class ShardWriter:
                 window.wait(share)
 
         window.wait(0.0)
-        outcome = ShardOutcome(version=version, world_size=world_size, rank=rank)
+        outcome = _Outcome(version, world_size)
         try:
             for tensor in tensors:
                 bad = count_nonfinite(tensor)
@@ -130,7 +180,7 @@ class ShardWriter:
                     what = f"{bad} non-finite value(s) in {tensor.kind} of {tensor.name}"
                     problem = f"{version.layer} at step {version.step}: {what}; not stored over a good version"
                     return replace(outcome, problem=problem, poisoned=True)
-            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
+            key = keys.shard(**version._asdict(), rank=rank, world_size=world_size)
             strike("before_upload")
             summary = write_shard(
                 self._store,

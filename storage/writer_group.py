@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from storage.actor_setup import ActorSetup
 from storage.errors import LayerCheckError
-from storage.messages import ShardOutcome, WriterReport
+from storage.messages import WriterQuestion, WriterReport
 from storage.records import VersionId
 from storage.writer_actor import ensure_writer, find_writer, writer_name, writers_of_others
 
@@ -21,9 +21,24 @@ POLL_S = 1.0
 """Longest wait of a ShardWriter for something new to tell."""
 DRAIN_POLL_S = 0.05
 """The same while a worker group waits for its restore plan."""
+PAUSE_S = 0.001
+"""Least time between two questions to writers, on average over all of them."""
 
-ShardKey = tuple[VersionId, int]
-"""A shard: its version and its rank."""
+
+class Bookkeeper(Protocol):
+    """Who is told what became of the shards."""
+
+    def take(self, report: WriterReport) -> None:
+        """Book what a writer tells."""
+        ...
+
+    def as_of(self) -> object:
+        """Another object when more versions may be over than before."""
+        ...
+
+    def is_over(self, version: VersionId) -> bool:
+        """Whether the writers may forget what is stored of `version`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,28 +46,32 @@ class _Held:
     """What a writer said it holds, when it was asked at `moment`."""
 
     moment: int
-    pending: frozenset[ShardKey]
+    pending: Mapping[VersionId, frozenset[int]]
 
 
 class WriterGroup:
     """The ShardWriters of the nodes that have workers, and for a time those that others before left behind."""
 
-    def __init__(
-        self,
-        setup: ActorSetup,
-        take_outcome: Callable[[ShardOutcome], ShardKey | None],
-        give_up: Callable[[Exception], None],
-    ) -> None:
-        """`take_outcome` books an outcome and returns its key once the writer may forget it."""
-        self._setup, self._take_outcome, self._give_up = setup, take_outcome, give_up
+    def __init__(self, setup: ActorSetup, uploads: Bookkeeper, give_up: Callable[[Exception], None]) -> None:
+        self._setup, self._uploads, self._give_up = setup, uploads, give_up
         self._nodes: dict[str, str] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._left_behind: set[str] = set()
+        self._heard: dict[str, _Heard] = {}
         self._held: dict[str, _Held] = {}
         self._followed: dict[str, Any] = {}
-        self._draining = 0
+        self._epoch = self._draining = 0
+        self._turn = asyncio.Lock()
         self.moment = 0
         """Counts questions to writers: what happened at a moment, a writer asked later takes into account."""
+        self.changed_at = 0
+        """Moment at which a writer last turned out to have been started anew, or was first heard of."""
+        self.in_doubt = False
+        """Set while somebody needs to know which shards the writers still hold."""
+
+    def open(self, epoch: int) -> None:
+        """From now on `epoch` asks."""
+        self._epoch = epoch
 
     @property
     def names(self) -> dict[str, str]:
@@ -91,15 +110,16 @@ class WriterGroup:
         """What they hold counts no more, and they have no other master: end them."""
         for name in list(self._left_behind):
             self._forsake(name)
+            self._heard.pop(name, None)
             _end(name)
         self._left_behind.clear()
 
-    def pending(self) -> set[ShardKey]:
-        """Shards that the writers hold and have not stored yet, as far as they were heard of."""
-        return {key for held in self._held.values() for key in held.pending}
+    def pending_ranks(self, version: VersionId) -> set[int]:
+        """Ranks whose shards of `version` the writers hold and have not stored yet, as far as they have said."""
+        return {rank for held in self._held.values() for rank in held.pending.get(version, ())}
 
     def all_heard_since(self, moment: int) -> bool:
-        """Whether every writer has answered a question that was asked after `moment`."""
+        """Whether every writer has said what it holds when it was asked after `moment`."""
         heard = [self._held.get(name) for name in self._followers]
         return all(held is not None and held.moment > moment for held in heard)
 
@@ -110,7 +130,8 @@ class WriterGroup:
         try:
             self.nudge()
             while time.monotonic() < deadline:
-                if self.all_heard_since(moment) and not self.pending() and is_settled():
+                pending = any(held.pending for held in self._held.values())
+                if self.all_heard_since(moment) and not pending and is_settled():
                     return
                 await asyncio.sleep(0.02)
         finally:
@@ -180,18 +201,66 @@ class WriterGroup:
             await self._listen(name, await asyncio.to_thread(find_writer, name))
         self._left_behind.discard(name)
         self._followers.pop(name, None)
+        self._heard.pop(name, None)
         self._forget(name)
 
     async def _listen(self, name: str, writer: Any) -> None:
         self._followed[name] = writer
-        seen, forget = -1, list[ShardKey]()
+        heard = self._heard.setdefault(name, _Heard(self._uploads))
         while True:
             self.moment += 1
             moment = self.moment
-            report: WriterReport = await writer.poll.remote(seen, forget, DRAIN_POLL_S if self._draining else POLL_S)
-            seen = report.news
-            forget = [key for key in map(self._take_outcome, report.outcomes) if key is not None]
-            self._held[name] = _Held(moment, report.pending)
+            report: WriterReport = await writer.poll.remote(self._question(heard))
+            if report.life != heard.life:
+                self.changed_at = self.moment
+                self._held.pop(name, None)
+            async with self._turn:  # one report at a time, and other work between any two
+                heard.take(report)
+                await asyncio.sleep(0)
+            if report.pending is not None:
+                self._held[name] = _Held(moment, report.pending)
+            # However many writers there are, together they cost the CheckpointActor no more than one every so often.
+            await asyncio.sleep(PAUSE_S * len(self._followers))
+
+    def _question(self, heard: "_Heard") -> WriterQuestion:
+        is_draining = self._draining > 0
+        return WriterQuestion(
+            epoch=self._epoch,
+            life=heard.life,
+            seen=heard.last,
+            over=heard.over(),
+            wait_s=DRAIN_POLL_S if is_draining else POLL_S,
+            tell_pending=is_draining or self.in_doubt,
+        )
+
+
+class _Heard:
+    """How far the present life of a writer was heard, and what it may forget; outlives who listens to it."""
+
+    def __init__(self, uploads: Bookkeeper) -> None:
+        self.life, self.last = "", 0
+        self._uploads = uploads
+        self._stored: set[VersionId] = set()
+        """Versions that it keeps shards of."""
+        self._over: frozenset[VersionId] = frozenset()
+        self._as_of: object = None
+
+    def over(self) -> frozenset[VersionId]:
+        """Versions that it may forget; said again until there is an answer."""
+        if self._as_of is not self._uploads.as_of():
+            self._as_of = self._uploads.as_of()
+            self._over |= {version for version in self._stored if self._uploads.is_over(version)}
+        return self._over
+
+    def take(self, report: WriterReport) -> None:
+        """Pass on what the answer tells."""
+        if report.life != self.life:
+            self._stored.clear()
+        self._stored -= self._over
+        self._over = frozenset()
+        self._stored.update(stored.version for stored in report.stored)
+        self.life, self.last = report.life, report.last
+        self._uploads.take(report)
 
 
 def _end(name: str) -> None:

@@ -17,10 +17,10 @@ from storage.messages import RestorePlan
 from storage.object_store import ObjectStore
 from storage.records import ShardRef
 from storage.shard_format import ShardTensor
-from storage.shard_reader import read_shard
+from storage.shard_reader import read_chunks
 from workers.layers import Layer
 from workers.slices import cut
-from workers.state import fill, model_base, slice_tensors
+from workers.state import fill, from_numpy, model_base, slice_tensors
 from workers.together import do_together
 
 PARALLEL_READS = 4
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Share:
-    """What one rank has read of a plan: verified tensors by object key, and what is wrong with which layer."""
+    """What one rank has read of a plan: verified chunks of tensors by object key, and what is wrong with a layer."""
 
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
 
 
 def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef, base: Base) -> list[ShardTensor]:
-    shard = read_shard(store, ref.key, ref.bytes, ref.digest, base)
+    shard = read_chunks(store, ref.key, ref.bytes, ref.digest, base)
     version = plan.layers[layer].ref
     said = (shard.meta.layer, shard.meta.step, shard.meta.epoch, shard.meta.attempt, shard.meta.rank)
     expected = (layer, version.step, version.epoch, version.attempt, ref.rank)
@@ -154,19 +154,27 @@ def distribute(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assigned = readers(plan, world_size)
     for _, shard in shards_of(plan):
+        if world_size == 1:
+            _fill_from(share.tensors.pop(shard.key), model, optimizer)
+            continue
         entries = index[shard.key]
         size = max((entry.offset + entry.nbytes for entry in entries), default=0)
         if size == 0:
             continue
-        mine = assigned[shard.key] == rank
-        if mine:
+        if assigned[shard.key] == rank:
             buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
         else:
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        if world_size > 1:
-            dist.broadcast(buffer, src=assigned[shard.key])
+        dist.broadcast(buffer, src=assigned[shard.key])
         for entry in entries:
             fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
+
+
+def _fill_from(chunks: list[ShardTensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill straight from the bytes that were read: with nobody to broadcast to, nothing need be packed."""
+    for chunk in chunks:
+        values = from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype)
+        fill(model, optimizer, chunk.name, chunk.kind, chunk.first, values)
 
 
 def _packed(tensors: list[ShardTensor], entries: list[Entry], size: int) -> Tensor:

@@ -10,7 +10,7 @@ from app.verify import verify_run
 from storage import keys
 from storage.encoding import RAW
 from storage.errors import ObjectNotFoundError
-from storage.messages import ShardOrder, WriterReport
+from storage.messages import ShardOrder, WriterQuestion, WriterReport
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ensure_writer, writer_name
 from tests.helpers.runs import NAN_AT_5, Runs, run
@@ -41,15 +41,17 @@ def test_a_writer_refuses_a_layer_that_holds_nan(runs: Runs, kind: str) -> None:
     order = ShardOrder(meta=meta, ranges=(), encoding=RAW)
     try:
         ray.get(writer.accept.remote(order, [ShardTensor("w", kind, "float32", 0, values.size, values)], ()))
-        report: WriterReport = ray.get(writer.poll.remote(0, [], 60.0))
-        (outcome,) = report.outcomes
-        assert (outcome.poisoned, outcome.shard) == (True, None)
+        first: WriterReport = ray.get(writer.poll.remote(WriterQuestion(epoch=1, wait_s=0.0)))
+        question = WriterQuestion(epoch=1, life=first.life, wait_s=60.0, tell_pending=True)
+        report: WriterReport = ray.get(writer.poll.remote(question))
+        assert (report.stored, report.pending) == ((), {})
+        (failed,) = report.failed
+        assert failed.poisoned
         assert (
-            outcome.problem
+            failed.problem
             == f"block-00 at step 3: 1 non-finite value(s) in {kind} of w; not stored over a good version"
         )
         with pytest.raises(ObjectNotFoundError):
             runs.store(spec.name).size(keys.shard(**version, rank=0, world_size=1))
-        assert ray.get(writer.poll.remote(-1, [(outcome.version, 0)], 0.0)).outcomes == ()
     finally:
         ray.kill(writer)

@@ -9,12 +9,13 @@ import pytest
 import ray
 
 from storage.encoding import RAW
-from storage.messages import ShardOrder, ShardOutcome
+from storage.messages import ShardOrder
 from storage.shard_format import ShardMeta, ShardTensor
 from storage.writer_actor import ensure_writer, find_writer, writer_name
-from storage.writer_group import ShardKey, WriterGroup
+from storage.writer_group import WriterGroup
 from tests.helpers.records import actor_setup
 from tests.helpers.runs import Runs, wait_until
+from tests.helpers.writers import Taken
 
 pytestmark = pytest.mark.slow
 
@@ -36,26 +37,23 @@ def test_what_a_dead_drivers_writer_accepted_is_inherited(runs: Runs, tmp_path: 
     shard = ShardTensor("w", "param", "float32", 0, values.size, values)
     left = ensure_writer(old.storage, old.run, old_name, node)
     ray.get(left.accept.remote(ShardOrder(meta=meta, ranges=(), encoding=RAW), [shard], []))
-    taken: list[ShardOutcome] = []
+    taken = Taken()
     errors: list[Exception] = []
 
-    def take(outcome: ShardOutcome) -> ShardKey:
-        taken.append(outcome)
-        return outcome.version, outcome.rank
-
     async def take_over() -> None:
-        writers = WriterGroup(new, take, errors.append)
+        writers = WriterGroup(new, taken, errors.append)
         await writers.inherit()
         writers.follow([node])
         assert writers.names == {node: new_name}
         await writers.drain(lambda: True, 120)
-        assert [(outcome.version, outcome.problem) for outcome in taken] == [(meta.version, None)]
+        assert [stored.version for stored in taken.stored] == [meta.version]
+        assert taken.failed == []
         assert lives(old_name)
         writers.end_left_behind()
         await asyncio.to_thread(wait_until, "the old writer's end", lambda: not lives(old_name))
         assert lives(new_name)
 
-        stale = WriterGroup(old, take, errors.append)  # its driver wakes up
+        stale = WriterGroup(old, taken, errors.append)  # its driver wakes up
         stale.follow([node])
         await asyncio.to_thread(wait_until, "another old writer", lambda: lives(old_name))
         stale.kill()

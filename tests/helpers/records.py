@@ -1,5 +1,6 @@
 """Catalog records of a run with layers of 100 bytes, made up by tests."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,18 @@ def shard(version: VersionId, rank: int, world_size: int) -> ShardRef:
     """The shard of `rank`, cut evenly."""
     first, end = (LAYER_BYTES * r // world_size for r in (rank, rank + 1))
     return ShardRef(
-        key=keys.shard(**version.model_dump(), rank=rank, world_size=world_size),
+        key=keys.shard(**version._asdict(), rank=rank, world_size=world_size),
         rank=rank,
         bytes=end - first,
         digest="d",
         ranges=(ElementRange(tensor="w", first=first, count=end - first),),
     )
+
+
+def told_of(version: VersionId, ranks: Iterable[int], world_size: int) -> tuple[dict[int, bytes], dict[int, int]]:
+    """What a ShardWriter tells of the shards of `ranks`: entries and sizes."""
+    shards = [shard(version, rank, world_size) for rank in ranks]
+    return {part.rank: part.to_bytes() for part in shards}, {part.rank: part.bytes for part in shards}
 
 
 def manifest(layer: str, step: int, *, world_size: int = 2) -> Manifest:

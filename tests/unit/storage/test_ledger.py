@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from storage.assembly import Assembly
 from storage.ledger import Ledger
 from storage.records import BASE, Manifest, VersionId
-from tests.helpers.records import LAYER_BYTES, facts, record, ref, shard
+from tests.helpers.records import LAYER_BYTES, facts, record, ref, shard, told_of
 
 LAYERS = ("a", "b", "c")
 
@@ -21,6 +22,11 @@ def issue(ledger: Ledger, decision: int, layer: str, step: int | None = None, ea
     ledger.issue(decision, layer, (LAYER_BYTES,), earliest if step is None else step)
     if step is not None:
         ledger.carried_out(decision, step)
+
+
+def stored(ledger: Ledger, version: VersionId, *ranks: int, world_size: int = 2) -> Assembly | None:
+    """The shards of `ranks` are durable."""
+    return ledger.shards_durable(version, world_size, *told_of(version, ranks, world_size))
 
 
 def steps_of(point) -> dict[str, int]:
@@ -93,7 +99,7 @@ def test_versions_of_a_dead_attempt_are_never_named() -> None:
     ledger = ledger_of(10, a=1)
     issue(ledger, 1, "b", step=4)
     version = VersionId(layer="b", step=4, epoch=1, attempt=1)
-    ledger.shard_durable(version, 2, shard(version, 0, 2))
+    assert stored(ledger, version, 0) is None
     ledger.version_durable("c", ref("c", 4))  # durable, but not committed when the attempt ends
     ledger.fail("a")
     ledger.begin_attempt()
@@ -101,15 +107,15 @@ def test_versions_of_a_dead_attempt_are_never_named() -> None:
     assert not ledger.in_flight
     assert not ledger.due
     # What lay half complete is gone as well: the other half does not complete it.
-    assert ledger.shard_durable(version, 2, shard(version, 1, 2)) is None
+    assert stored(ledger, version, 1) is None
 
 
 def test_an_incomplete_version_is_never_named() -> None:
     ledger = ledger_of(10)
     issue(ledger, 1, "a", step=2)
     version = VersionId(layer="a", step=2, epoch=1, attempt=1)
-    assert ledger.shard_durable(version, 3, shard(version, 2, 3)) is None
-    assert ledger.shard_durable(version, 3, shard(version, 0, 3)) is None
+    assert stored(ledger, version, 2, world_size=3) is None
+    assert stored(ledger, version, 0, world_size=3) is None
     assert ledger.missing_ranks(version, 3) == {1}
     assert ledger.next_restore_point() is None
 
@@ -118,22 +124,34 @@ def test_shards_of_all_ranks_make_a_version_once() -> None:
     ledger = ledger_of(10)
     issue(ledger, 1, "a", step=2)
     version = VersionId(layer="a", step=2, epoch=1, attempt=1)
-    shards = [shard(version, rank, 2) for rank in (1, 0)]
-    assert ledger.shard_durable(version, 2, shards[0]) is None
-    assert (
-        ledger.shard_durable(version, 2, shards[0]) is None
-    )  # told twice, by a writer that was not yet told to forget
-    manifest = ledger.shard_durable(version, 2, shards[1])
-    assert manifest == Manifest(version=version, world_size=2, shards=(shards[1], shards[0]))
+    assert stored(ledger, version, 1) is None
+    assert stored(ledger, version, 1) is None  # told twice, by a writer that was not yet told to forget
+    assembly = stored(ledger, version, 0)
+    expected = Manifest(version=version, world_size=2, shards=tuple(shard(version, rank, 2) for rank in (0, 1)))
+    assert assembly.to_bytes() == expected.to_bytes()
+    assert assembly.bytes == expected.bytes
+    assert stored(ledger, version, 0) is None, "it makes a second manifest"
+    ledger.version_durable("a", ref("a", 2))
+    commit_next(ledger)
+    assert stored(ledger, version, 0, 1) is None, "it makes a manifest of a version that is committed"
+
+
+def test_shards_of_many_ranks_come_in_parts() -> None:
+    ledger = ledger_of(10)
+    version = VersionId(layer="a", step=2, epoch=1, attempt=1)
+    assert stored(ledger, version, *range(0, 1024, 2), world_size=1024) is None
+    assert stored(ledger, version, *range(1, 1023, 2), world_size=1024) is None
+    manifest = stored(ledger, version, 1023, world_size=1024).to_bytes()
+    assert [part.rank for part in Manifest.from_bytes("key", manifest).shards] == list(range(1024))
 
 
 def test_shards_of_two_versions_do_not_mix() -> None:
     ledger = ledger_of(10)
     versions = [VersionId(layer="a", step=step, epoch=1, attempt=1) for step in (2, 3)]
-    assert ledger.shard_durable(versions[0], 2, shard(versions[0], 0, 2)) is None
-    assert ledger.shard_durable(versions[1], 2, shard(versions[1], 1, 2)) is None
+    assert stored(ledger, versions[0], 0) is None
+    assert stored(ledger, versions[1], 1) is None
     other = VersionId(layer="a", step=2, epoch=1, attempt=2)
-    assert ledger.shard_durable(other, 2, shard(other, 1, 2)) is None
+    assert stored(ledger, other, 1) is None
 
 
 def test_a_failed_version_makes_its_layer_due() -> None:
@@ -218,7 +236,7 @@ def test_a_second_try_at_the_same_step_completes_the_version() -> None:
     ledger = ledger_of(10)
     issue(ledger, 1, "a", step=2)
     version = VersionId(layer="a", step=2, epoch=1, attempt=1)
-    assert ledger.shard_durable(version, 2, shard(version, 0, 2)) is None
+    assert stored(ledger, version, 0) is None
     ledger.fail("a")
     issue(ledger, 2, "a", step=2)
-    assert ledger.shard_durable(version, 2, shard(version, 1, 2)) is not None
+    assert stored(ledger, version, 1) is not None

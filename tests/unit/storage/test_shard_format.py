@@ -24,7 +24,7 @@ from storage.shard_format import (
     ShardSummary,
     ShardTensor,
 )
-from storage.shard_reader import read_range, read_shard
+from storage.shard_reader import read_chunks, read_range, read_shard
 from storage.shard_writer import write_shard
 
 KEY = "layers/block.0/0000000007/00000001.000002/00001of00003.arrow"
@@ -83,6 +83,13 @@ def test_round_trip_over_many_batches(store: LocalStore) -> None:
     )
     summary = write_shard(store, KEY, META, tensors)
     assert _same(read_shard(store, KEY, summary.bytes, summary.digest), tensors)
+    chunks = read_chunks(store, KEY, summary.bytes, summary.digest).tensors
+    assert max(chunk.data.nbytes for chunk in chunks) == BATCH_BYTES
+    for tensor in tensors:
+        parts = [chunk for chunk in chunks if (chunk.name, chunk.kind) == (tensor.name, tensor.kind)]
+        ends = [part.first + part.count for part in parts]
+        assert [part.first for part in parts] == [tensor.first, *ends[:-1]]
+        np.testing.assert_array_equal(np.concatenate([part.data for part in parts]), tensor.data)
 
 
 def test_empty_shard(store: LocalStore) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from storage import keys
+from storage import keys, shard_writer
 from storage.catalog import Catalog
 from storage.encoding import RAW, Encoding, encoding_of
 from storage.errors import StoreError
@@ -18,7 +18,7 @@ from storage.local_store import LocalStore
 from storage.messages import LayerPlan, RestorePlan
 from storage.options import CheckpointOptions
 from storage.records import BASE, Manifest, ShardRef, VersionId
-from storage.shard_format import ShardMeta, ShardTensor
+from storage.shard_format import BATCH_BYTES, ShardMeta, ShardTensor
 from storage.shard_writer import write_shard
 from tests.unit.workers.models import split, tiny
 from workers.layers import Layer, find_layers
@@ -55,8 +55,8 @@ class Trained:
         shards = []
         for rank in range(world_size):
             part = cut(layer, self.model, rank, world_size)
-            meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version.model_dump())
-            key = keys.shard(**version.model_dump(), rank=rank, world_size=world_size)
+            meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version._asdict())
+            key = keys.shard(**version._asdict(), rank=rank, world_size=world_size)
             tensors: list[ShardTensor] = []
             Snapshotter(CPU).take(slice_tensors(part, layer, self.model, self.optimizer), tensors.extend)
             summary = write_shard(store, key, meta, tensors, encoding, model_base(tiny("llama-tied", self.seed)))
@@ -108,7 +108,11 @@ def run(wanted: RestorePlan, store: LocalStore, target: Trained, ask=lambda bad,
     return restore(wanted, store, target.layers, target.model, target.optimizer, CPU, None, ask)
 
 
-def test_a_composite_of_steps_and_world_sizes_comes_back_bit_for_bit(store: LocalStore) -> None:
+@pytest.mark.parametrize("batch_bytes", [BATCH_BYTES, 100], ids=["whole", "in chunks"])
+def test_a_composite_of_steps_and_world_sizes_comes_back_bit_for_bit(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    monkeypatch.setattr(shard_writer, "BATCH_BYTES", batch_bytes)
     old, new, target = Trained(1, steps=1), Trained(1, steps=3), Trained(1, steps=0)
     names = list(target.layers)
     sources = {names[0]: (old, 1, 3), names[1]: (new, 3, 2)}  # the last layer stays at its base version
