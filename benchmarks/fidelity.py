@@ -40,7 +40,7 @@ from workers.delta import DeltaMeter
 from workers.layers import find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
-from workers.prediction import predict_weights
+from workers.prediction import predict_if_better
 from workers.slices import cut
 from workers.split import split_layers
 from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
@@ -101,7 +101,7 @@ class Lab:
 
     def predict(self, restored: dict[str, int]) -> None:
         """Carry stale layers on, as a restart does."""
-        predict_weights(restored, self.layers, self.trainee.model.module, self.optimizer, self.learning_rate)
+        predict_if_better(restored, self.layers, self.trainee, self.examples, self.learning_rate, None)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step."""

@@ -135,8 +135,8 @@ class CheckpointOptions(Options):
     """Largest number of steps that a failure may cost; training holds when storage falls further behind."""
 
     weight_prediction: bool = True
-    """After a failure, carry the weights of each stale layer along its own momentum over the steps that it missed;
-    false restores them as they were stored."""
+    """After a failure, carry the weights of each stale layer along its own momentum over the steps that it missed, if
+    that lowers the loss of the next samples; false restores them as they were stored."""
 
     reference_fraction: Annotated[float, Field(gt=0, le=1)] = 1 / 64
     """Share of each slice that is kept on the device as the reference for deltas; 1 measures exactly."""

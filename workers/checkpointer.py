@@ -5,7 +5,7 @@ except where training must stand still.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ from workers.exchange import Told, exchange
 from workers.faults import FaultInjector
 from workers.hand_over import HandOvers
 from workers.layers import Layer
-from workers.prediction import predict_weights
 from workers.restore import restore
 from workers.slices import Slice, cut, trainable
 from workers.snapshot import Snapshotter, on_host
@@ -80,7 +79,6 @@ class Checkpointer:
         options: CheckpointOptions,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        learning_rate: Callable[[int], float],
         layers: Sequence[Layer],
         base: BaseVersion,
         device: torch.device,
@@ -92,7 +90,6 @@ class Checkpointer:
         self._actor, self._store, self._run, self._options = actor, store, run, options
         self._model, self._optimizer, self._base, self._device, self._group = model, optimizer, base, device, group
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._learning_rate = learning_rate
         self._layers = {layer.name: layer for layer in layers}
         self._trained = [layer for layer in layers if trainable(layer, model)]
         self._slices: dict[str, Slice] = {
@@ -110,6 +107,8 @@ class Checkpointer:
         self._attempt_facts: AttemptFacts | None = None
         self._attempt = 0
         self._restore_point = 0
+        self.restored: dict[str, int] = {}
+        """Step of each layer's restored version."""
         self._pending: ray.ObjectRef[Reply] | None = None
         self._carried: tuple[Order, int] | None = None
         self._needs_attempt_facts = False
@@ -160,9 +159,7 @@ class Checkpointer:
         plan = restore(
             answer, self._store, self._layers, model, optimizer, self._device, self._group, self._ask_for_replacement
         )
-        if self._options.weight_prediction:
-            restored = {name: planned.ref.step for name, planned in plan.layers.items()}
-            predict_weights(restored, self._layers.values(), model, optimizer, self._learning_rate)
+        self.restored = {name: planned.ref.step for name, planned in plan.layers.items()}
         self._stopwatch.lap("broadcast")
         self._restore_point = plan.step
         slices = list(self._slices.values())

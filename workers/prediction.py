@@ -3,18 +3,68 @@
 A stale layer is wrong mostly by a move that its own optimizer state foretells: over some ten steps Adam's first moment
 changes little. So its weights are moved as AdamW would have moved them, had its gradient stayed what that moment says.
 Predicting weights from momentum is how asynchronous pipelines bear stale weights (SpecTrain, arXiv 1809.02839; with
-Adam: XPipe, arXiv 1911.04610); here it is done once, after a restart.
+Adam: XPipe, arXiv 1911.04610); here it is done once, after a restart. Where the learning rate is so high that the
+weights swing to and fro it makes them worse: so the loss decides.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from storage.records import ElementRange
+from workers.data import Examples
 from workers.layers import Layer
 from workers.slices import trainable
+from workers.train_step import Trainee, upcoming_loss
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Mean losses of the next samples, with the weights as stored and as predicted."""
+
+    stored: float
+    predicted: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the prediction is worth keeping."""
+        return self.predicted < self.stored
+
+
+def predict_if_better(
+    restored: Mapping[str, int],
+    layers: Sequence[Layer],
+    trainee: Trainee,
+    examples: Examples,
+    learning_rate: Callable[[int], float],
+    group: dist.ProcessGroup | None,
+) -> Judgement | None:
+    """`predict_weights`, and bit by bit back to what was restored unless the loss of the next samples is lower so.
+
+    All ranks call it, and do the same. Returns None if no layer is stale.
+    """
+    newest = max(restored.values(), default=0)
+    stale = [layer for layer in layers if 0 < restored[layer.name] < newest]
+    if not stale:
+        return None
+    model = trainee.model.module
+    stored = upcoming_loss(trainee, examples, newest + 1, group)
+    kept = [(view, view.to("cpu", copy=True)) for layer in stale for view in _weights(layer, model)]
+    predict_weights(restored, layers, model, trainee.optimizer, learning_rate)
+    found = Judgement(stored, upcoming_loss(trainee, examples, newest + 1, group))
+    if not found.is_better:
+        for view, values in kept:
+            view.copy_(values)
+    return found
+
+
+def _weights(layer: Layer, model: nn.Module) -> Iterator[Tensor]:
+    for held in trainable(layer, model):
+        yield model.get_parameter(held.tensor).detach().view(-1)[held.first : held.first + held.count]
 
 
 def predict_weights(

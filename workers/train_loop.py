@@ -20,6 +20,7 @@ from workers.layers import find_layers
 from workers.loop_config import LoopConfig
 from workers.model import base_digest, build_model
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
+from workers.prediction import predict_if_better
 from workers.split import split_layers
 from workers.stopwatch import Stopwatch
 from workers.together import ask_together
@@ -56,7 +57,7 @@ class _Loop:
         model = build_model(config.model, training.seed)
         whole = find_layers(model, config.model.layers)
         base = BaseVersion(source=config.model.path, digest=base_digest(model, whole) if dist.get_rank() == 0 else "")
-        layers = split_layers(whole, model, config.checkpoint, config.model.dtype)
+        self.layers = split_layers(whole, model, config.checkpoint, config.model.dtype)
         model.to(self.device)  # type: ignore[arg-type]  # transformers' wrapper hides the method's own types
         optimizer = build_optimizer(model, training)
         store = open_object_store(config.storage, config.run)
@@ -69,8 +70,7 @@ class _Loop:
             options=config.checkpoint,
             model=model,
             optimizer=optimizer,
-            learning_rate=self._learning_rate,
-            layers=layers,
+            layers=self.layers,
             base=base,
             device=self.device,
             group=self.group,
@@ -87,10 +87,20 @@ class _Loop:
 
     def run(self) -> None:
         total = self.config.total_steps
+        if self.config.checkpoint.weight_prediction:
+            self._predict()
         self._warm_up(min(self.start + 1, total))
         for step in range(self.start + 1, total + 1):
             self.checkpointer.after_step(step, self._step(step))
         self.checkpointer.finish(total)
+
+    def _predict(self) -> None:
+        """Carry stale layers on, if that lowers the loss."""
+        restored, group = self.checkpointer.restored, self.group
+        found = predict_if_better(restored, self.layers, self.trainee, self.examples, self._learning_rate, group)
+        if found is not None and not found.is_better and dist.get_rank() == 0:
+            what = f"loss {found.stored:.4f} as stored, {found.predicted:.4f} as predicted, at step {self.start}"
+            self.config.actor.note_incident.remote("weights not predicted", what)
 
     def _warm_up(self, step: int) -> None:
         """One discarded forward and backward pass.

@@ -18,6 +18,9 @@ from workers.options import TrainingOptions
 
 Indices = npt.NDArray[np.int64]
 
+JUDGED_SAMPLES = 16
+"""Enough to tell two states of the same model apart: both are judged by the same ones."""
+
 
 @dataclass(frozen=True)
 class Trainee:
@@ -93,14 +96,28 @@ def clipped_gradient_norm(trainee: Trainee) -> float:
     return float(norm)
 
 
-@torch.no_grad()
 def held_out_loss(trainee: Trainee, examples: Examples, group: dist.ProcessGroup | None) -> float:
     """Mean loss per label token over all held-out examples, shared out over the ranks; the same on every rank."""
+    return _mean_loss(trainee, examples, np.arange(len(examples), dtype=np.int64), group)
+
+
+def upcoming_loss(trainee: Trainee, examples: Examples, step: int, group: dist.ProcessGroup | None) -> float:
+    """Mean loss per label token of the samples of `step` and as many steps after it as make `JUDGED_SAMPLES`.
+
+    Shared out over the ranks; the same on every rank.
+    """
+    options = trainee.options
+    steps = range(step, step - (-JUDGED_SAMPLES // options.global_batch))
+    samples = [batch_indices(one, len(examples), options.global_batch, options.seed) for one in steps]
+    return _mean_loss(trainee, examples, np.concatenate(samples), group)
+
+
+@torch.no_grad()
+def _mean_loss(trainee: Trainee, examples: Examples, indices: Indices, group: dist.ProcessGroup | None) -> float:
     model = trainee.model.module
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
-    everything = np.arange(len(examples), dtype=np.int64)
-    for part in micro_batches(everything, trainee.options.micro_batch, dist.get_rank(), dist.get_world_size()):
+    for part in micro_batches(indices, trainee.options.micro_batch, dist.get_rank(), dist.get_world_size()):
         batch = trainee.batch(examples, part)
         with trainee.autocast():
             loss = loss_sum(model, batch)
