@@ -1,18 +1,24 @@
+import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from storage.records import ElementRange
 from tests.unit.workers.models import split, take_steps, tiny
+from workers.data import Examples
 from workers.layers import Layer, find_layers
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
 from workers.options import TrainingOptions
-from workers.prediction import predict_weights
+from workers.prediction import predict_if_better, predict_weights
 from workers.slices import cut
 from workers.state import slice_tensors
+from workers.train_step import Trainee
 
 OPTIONS = TrainingOptions(steps=40, learning_rate=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=4)
 State = dict[str, list[Tensor]]
@@ -119,3 +125,40 @@ def test_rows_without_moments_stay_and_nothing_is_divided_by_zero() -> None:
     assert torch.equal(weight[5:9], before[5:9])
     assert torch.isfinite(weight).all()
     assert not torch.equal(weight, before)
+
+
+class Pull(nn.Module):
+    """Logits that are one word's weight: its loss falls as that grows, whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Parameter(torch.zeros(4))
+        self.far = nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=(self.near + self.far).expand(*input_ids.shape, 4))
+
+
+@pytest.mark.parametrize(("momentum", "is_better"), [(-0.5, True), (0.5, False), (math.nan, False)])
+def test_the_loss_of_the_next_samples_decides(group_of_one: None, momentum: float, is_better: bool) -> None:
+    examples = Examples(
+        tokens=np.full(12, 2, dtype=np.int32), targets=np.array([False, True, True] * 4), offsets=np.arange(0, 13, 3)
+    )
+    model = Pull()
+    layers = [Layer(name, (ElementRange(tensor=name, first=0, count=4),), ()) for name in ("near", "far")]
+    options = TrainingOptions(steps=40, global_batch=2, micro_batch=1, learning_rate=0.1, precision="float32")
+    optimizer = build_optimizer(model, options)
+    for parameter in (model.near, model.far):
+        state = optimizer.state[parameter]
+        state["step"].fill_(5)
+        state["exp_avg"][2] = momentum
+        state["exp_avg_sq"].fill_(1e-3)
+    trainee = Trainee(DistributedDataParallel(model), optimizer, options, torch.device("cpu"), pad_id=0)
+    found = predict_if_better({"near": 9, "far": 5}, layers, trainee, examples, rate, None)
+    assert found is not None
+    assert found.is_better == is_better
+    assert found.stored == pytest.approx(math.log(4))
+    assert (model.far[2] > 0) == is_better
+    assert torch.count_nonzero(model.far) == int(is_better)
+    assert torch.count_nonzero(model.near) == 0
+    assert predict_if_better({"near": 9, "far": 0}, layers, trainee, examples, rate, None) is None
