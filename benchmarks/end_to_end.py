@@ -115,7 +115,7 @@ def _arguments(profile: Profile, storage: StorageOptions, name: str) -> list[str
     else:
         spec = "jobs/smollm2-gsm8k.yaml"
         settings |= {"model.path": profile.model, "data.path": profile.data, "training.precision": "float32"}
-        settings |= {"training.global_batch": 2, "training.micro_batch": 1, "checkpoint.max_lag": 10}
+        settings |= {"training.global_batch": 2, "training.micro_batch": 1}
     return ["run", spec, *(part for field, value in settings.items() for part in ("--set", f"{field}={value}"))]
 
 
