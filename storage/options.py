@@ -125,8 +125,8 @@ class CheckpointOptions(Options):
     threshold: Annotated[float, Field(ge=0)] | None = None
     """Persist a layer before its deadline only if its drift reaches this; null means no threshold."""
 
-    criterion: Literal["drift", "impact", "oldest"] = "impact"
-    """What ranks layers that are not yet due, per byte."""
+    criterion: Literal["drift", "impact", "oldest"] = "oldest"
+    """What ranks layers that are not yet due: drift or impact per byte, or their age."""
 
     staleness_bound_steps: Annotated[int, Field(ge=1)] = 50
     """Largest age, in steps, of any layer in a restore point (S)."""

@@ -47,7 +47,7 @@ def test_other_settings_beside_the_recorded_ones(folder: Path, run: SimulatedRun
     assert planned["mean_age"] > recorded["mean_age"]
     assert planned["mean_impact"] > recorded["mean_impact"]
     assert told["planned"]["settings"]["write_budget"] == "1/15"
-    assert (told["recorded"]["settings"]["criterion"], told["planned"]["settings"]["criterion"]) == ("impact", "drift")
+    assert (told["recorded"]["settings"]["criterion"], told["planned"]["settings"]["criterion"]) == ("oldest", "drift")
 
 
 def test_with_nothing_changed_the_plan_is_the_replay(folder: Path, run: SimulatedRun, capsys) -> None:

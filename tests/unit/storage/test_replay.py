@@ -24,7 +24,7 @@ TRUTH = moving_weights(len(FACTS), STEPS)
 
 def options(**changes) -> CheckpointOptions:
     return CheckpointOptions.model_validate(
-        {"write_budget": "1/5", "staleness_bound_steps": 40, "max_lag": 10} | changes
+        {"write_budget": "1/5", "criterion": "impact", "staleness_bound_steps": 40, "max_lag": 10} | changes
     )
 
 
