@@ -19,7 +19,7 @@ def test_a_budget_counts_encoded_bytes() -> None:
             check_budget(options(codec, "1/100"), largest_share(options(codec, "1/100"), "float32"))
     delta = options("delta", "1/250")
     check_budget(delta, largest_share(delta, "float32"))
-    with pytest.raises(SpecError, match=r"expected at least 1/138 "):  # a bfloat16 state is half as large
+    with pytest.raises(SpecError, match=r"expected at least 1/217 "):  # a bfloat16 state is half as large
         check_budget(delta, largest_share(delta, "bfloat16"))
 
 
