@@ -79,9 +79,10 @@ def test_every_outcome_is_told_once_and_kept_until_its_version_is_over(
 
     async def body(writer: ShardWriter, group: LocalGroup, taken: Taken) -> None:
         told = list[WriterReport]()
-        poll = writer.poll
+        poll, all_stored = writer.poll, asyncio.Event()
 
         async def recorded(question: WriterQuestion) -> WriterReport:
+            await all_stored.wait()  # more to tell than one report takes, but for what a question under way may get
             told.append(await poll(question))
             return told[-1]
 
@@ -90,6 +91,8 @@ def test_every_outcome_is_told_once_and_kept_until_its_version_is_over(
             for rank in range(RANKS):
                 await accept(writer, meta(rank, layer))
         await accept(writer, meta(0, "c"), fill=float("nan"))
+        await eventually(lambda: len(writer._outcomes) == 2 * RANKS + 1)
+        all_stored.set()
         await group.drain(lambda: len(taken.failed) == 1, FOR_EVER_S)
         ranks = [(stored.version.layer, rank) for stored in taken.stored for rank in stored.entries]
         assert sorted(ranks) == [(layer, rank) for layer in "ab" for rank in range(RANKS)]
