@@ -21,19 +21,19 @@ import numpy as np
 
 from benchmarks.piece import Mark, Outcome, Profile
 from storage import keys
-from storage.actor_setup import ActorSetup
 from storage.catalog import Catalog
 from storage.committer import Committer
 from storage.ledger import Ledger
 from storage.local_store import LocalStore
 from storage.messages import AttemptFacts, Report, StoredShards, WriterQuestion, WriterReport
-from storage.options import CheckpointOptions, StorageOptions
+from storage.options import CheckpointOptions
 from storage.pacer import Pacer
-from storage.records import BaseVersion, ElementRange, LayerFacts, ProcessId, ShardRef, VersionId, VersionRef
+from storage.records import BaseVersion, ElementRange, LayerFacts, ShardRef, VersionId, VersionRef
 from storage.uploads import Uploads
 from storage.worker_group import WorkerGroup
 from storage.writer_actor import MOST_TOLD
 from storage.writer_group import WriterGroup
+from tests.helpers.records import actor_setup
 
 LAYERS, RANKS, RANKS_A_NODE = 200, 1024, 8
 LAYER_BYTES = 12 * 10**8
@@ -77,25 +77,6 @@ def group_facts() -> AttemptFacts:
         facts=tuple(LayerFacts(name=name, bytes=LAYER_BYTES) for name in names()),
         shard_bytes=dict.fromkeys(names(), (LAYER_BYTES // RANKS,) * RANKS),
         base=BaseVersion(source="made up", digest="d"),
-    )
-
-
-def setup_of(folder: Path) -> ActorSetup:
-    """What the driver would give the CheckpointActor."""
-    return ActorSetup(
-        storage=StorageOptions(url=str(folder)),
-        run="run",
-        run_id="run",
-        checkpoint=CheckpointOptions(),
-        in_flight_limit_bytes=10**12,
-        encoded_share=1.0,
-        spec={},
-        spec_fingerprint="f",
-        data_fingerprint="d",
-        driver="driver",
-        where=ProcessId(host="h", boot_id="b", pid=1, started="1"),
-        attempts_without_progress=5,
-        store_outage_s=60.0,
     )
 
 
@@ -215,7 +196,7 @@ def commit_once() -> Commit:
 
 
 async def _commit(folder: Path, writers: dict[str, MadeUpWriter]) -> Commit:
-    setup, problems = setup_of(folder), list[Exception]()
+    setup, problems = actor_setup(folder, in_flight_limit_bytes=10**12), list[Exception]()
     commits = Committer(setup, Catalog(LocalStore(folder)), lambda _: None)
     commits.begin_attempt(group_facts())
     uploads = Uploads(commits, lambda *_: None, problems.append)

@@ -20,7 +20,6 @@ from storage.options import CheckpointOptions, parse_write_budget
 from storage.shard_format import ShardMeta
 from storage.shard_writer import write_shard
 from workers.layers import Layer
-from workers.state import to_numpy
 
 CODECS = ("raw", "lossless", "delta")
 STEPS = 3
@@ -61,9 +60,6 @@ def measure(trained: Trained, layers: list[Layer], codec: str, repeats: int) -> 
     tensors = {layer.name: trained.tensors(layer) for layer in layers}
     size = sum(part.data.nbytes for parts in tensors.values() for part in parts)
 
-    def base(name: str, first: int, count: int) -> Any:
-        return to_numpy(trained.base[name].view(-1)[first : first + count])
-
     for _ in range(repeats):
         began, stored = time.thread_time(), 0
         for layer in layers:
@@ -78,7 +74,7 @@ def measure(trained: Trained, layers: list[Layer], codec: str, repeats: int) -> 
                 world_size=1,
             )
             assert not any(map(count_nonfinite, tensors[layer.name]))
-            stored += write_shard(store, "key", meta, tensors[layer.name], encoding, base).bytes
+            stored += write_shard(store, "key", meta, tensors[layer.name], encoding, trained.base_elements).bytes
         seconds.append(time.thread_time() - began)
     return {"mb_s": size / median(seconds) / 1e6, "share": stored / size, "state_bytes": size, "cpu_seconds": seconds}
 

@@ -27,6 +27,7 @@ from benchmarks.family import KINDS, OTHERS, members, own_memory_bytes
 from benchmarks.piece import Mark, Outcome, Profile
 from benchmarks.rivals import DCP, METHODS, NONE, OURS
 from benchmarks.stores import local_folder, slow_buckets
+from benchmarks.subject import job_file
 from storage.catalog import Catalog
 from storage.object_store import open_object_store
 from storage.options import StorageOptions
@@ -99,7 +100,6 @@ def _arguments(profile: Profile, storage: StorageOptions, name: str) -> list[str
     settings = {
         "name": name,
         "storage.url": storage.url,
-        "fault_injection": "[]",
         "training.eval_every_steps": "null",
         "data.eval_examples": 2,
         "checkpoint.write_budget": WRITE_BUDGET,
@@ -109,14 +109,11 @@ def _arguments(profile: Profile, storage: StorageOptions, name: str) -> list[str
     if s3.access_key is not None and s3.secret_key is not None:
         settings |= {"storage.s3.endpoint": s3.endpoint, "storage.s3.access_key": s3.access_key.get_secret_value()}
         settings |= {"storage.s3.secret_key": s3.secret_key.get_secret_value(), "storage.s3.region": "us-east-1"}
-    spec = "jobs/quickstart.yaml"
-    if profile.model is None:
-        settings["export"] = "null"
-    else:
-        spec = "jobs/smollm2-gsm8k.yaml"
-        settings |= {"model.path": profile.model, "data.path": profile.data, "training.precision": "float32"}
+    if profile.model is not None:
         settings |= {"training.global_batch": 2, "training.micro_batch": 1}
-    return ["run", spec, *(part for field, value in settings.items() for part in ("--set", f"{field}={value}"))]
+    spec, overrides = job_file(profile)
+    overrides += [f"{field}={value}" for field, value in settings.items()]
+    return ["run", spec, *(part for override in overrides for part in ("--set", override))]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from storage.shard_writer import write_shard
 from workers.layers import Layer
 from workers.restore import PARALLEL_READS, restore, shards_of
 from workers.slices import cut
-from workers.state import PARAM, slice_tensors, to_numpy
+from workers.state import PARAM, slice_tensors
 
 CODECS = ("raw", "lossless", "delta")
 MOST_RATIO = 1.3
@@ -107,16 +107,12 @@ def measure(
 def _store(trained: Trained, layers: Sequence[Layer], options: StorageOptions, codec: str) -> _Stored:
     store = open_object_store(options, f"run-{codec}")
     encoding = encoding_of(CheckpointOptions(codec=codec))
-
-    def base(name: str, first: int, count: int) -> Any:
-        return to_numpy(trained.base[name].view(-1)[first : first + count])
-
     plans = {}
     for layer in layers:
         version = VersionId(layer=layer.name, step=STEPS, epoch=EPOCH, attempt=ATTEMPT)
         meta = ShardMeta(run="run", optimizer_step=STEPS, rank=0, world_size=1, **version._asdict())
         key = keys.shard(**version._asdict(), rank=0, world_size=1)
-        summary = write_shard(store, key, meta, trained.tensors(layer), encoding, base)
+        summary = write_shard(store, key, meta, trained.tensors(layer), encoding, trained.base_elements)
         ranges = cut(layer, trained.model, 0, 1).ranges
         shard = ShardRef(key=key, rank=0, bytes=summary.bytes, digest=summary.digest, ranges=ranges)
         manifest = Manifest(version=version, world_size=1, shards=(shard,))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from workers.optimizer import build_optimizer
 from workers.slices import cut
 from workers.snapshot import on_host
 from workers.split import split_layers
-from workers.state import slice_tensors
+from workers.state import slice_tensors, to_numpy
 from workers.train_step import Trainee, clipped_gradient_norm, forward_backward
 
 CPU = torch.device("cpu")
@@ -52,6 +53,10 @@ class Trained:
     layers: tuple[Layer, ...]
     base: dict[str, torch.Tensor]
     step_seconds: list[float]
+
+    def base_elements(self, name: str, first: int, count: int) -> Any:
+        """The base version, as `storage.codecs.Base` gives it."""
+        return to_numpy(self.base[name].view(-1)[first : first + count])
 
     def tensors(self, layer: Layer) -> list[ShardTensor]:
         """The state of one layer; views, not copies."""

@@ -6,7 +6,7 @@ except where training must stand still.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -249,11 +249,11 @@ class Checkpointer:
             sums=self._meter.measure().cpu(),
             failed=frozenset(self._hand_overs.failed()),
             unacknowledged=frozenset(self._hand_overs.unacknowledged),
+            loss_sum=stats.loss_sum if stats else 0.0,
+            label_tokens=stats.label_tokens if stats else 0,
+            input_tokens=self._tokens if stats else 0,
             reply=reply,
         )
-        if stats:
-            scalars = {"loss_sum": stats.loss_sum, "label_tokens": stats.label_tokens, "input_tokens": self._tokens}
-            told = replace(told, **scalars)  # type: ignore[arg-type]  # mypy joins their types
         heard = exchange(told, [layer.name for layer in self._trained], self._group)
         if stats:
             self._tokens = 0

@@ -7,7 +7,8 @@ Adam: XPipe, arXiv 1911.04610); here it is done once, after a restart. Where the
 weights swing to and fro it makes them worse: so the loss decides.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from storage.records import ElementRange
 from workers.data import Examples
 from workers.layers import Layer
-from workers.slices import trainable
+from workers.slices import cut
+from workers.state import BUFFER, PARAM, STEP, slice_tensors
 from workers.train_step import Trainee, upcoming_loss
 
 
@@ -53,7 +54,8 @@ def predict_if_better(
         return None
     model = trainee.model.module
     stored = upcoming_loss(trainee, examples, newest + 1, group)
-    kept = [(view, view.to("cpu", copy=True)) for layer in stale for view in _weights(layer, model)]
+    weights = [views[PARAM] for layer in stale for views in _views(layer, model, trainee.optimizer).values()]
+    kept = [(view, view.to("cpu", copy=True)) for view in weights]
     predict_weights(restored, layers, model, trainee.optimizer, learning_rate)
     found = Judgement(stored, upcoming_loss(trainee, examples, newest + 1, group))
     if not found.is_better:
@@ -62,9 +64,13 @@ def predict_if_better(
     return found
 
 
-def _weights(layer: Layer, model: nn.Module) -> Iterator[Tensor]:
-    for held in trainable(layer, model):
-        yield model.get_parameter(held.tensor).detach().view(-1)[held.first : held.first + held.count]
+def _views(layer: Layer, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What the layer holds of each trained parameter: name -> kind -> flat view."""
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for part in slice_tensors(cut(layer, model, 0, 1), layer, model, optimizer):
+        if part.kind != BUFFER:
+            found[part.name][part.kind] = part.tensor
+    return found
 
 
 def predict_weights(
@@ -83,35 +89,26 @@ def predict_weights(
     the base version.
     """
     newest = max(restored.values(), default=0)
-    parts = [(restored[layer.name], held) for layer in layers for held in trainable(layer, model)]
+    parts = [
+        (restored[layer.name], name, views)
+        for layer in layers
+        for name, views in _views(layer, model, optimizer).items()
+    ]
     newest_of: dict[str, int] = {}
-    for step, held in parts:
-        newest_of[held.tensor] = max(step, newest_of.get(held.tensor, 0))
+    for step, name, _ in parts:
+        newest_of[name] = max(step, newest_of.get(name, 0))
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for step, held in parts:
+    for step, name, views in parts:
         rate = sum(learning_rate(missed) for missed in range(step + 1, newest + 1))
         if step > 0 and rate > 0:
-            parameter = model.get_parameter(held.tensor)
             # Of a tensor that is split among layers, the optimizer's `step` is that of the newest part.
-            behind = newest_of[held.tensor] - step
-            _move(parameter, held, optimizer.state[parameter], groups[parameter], behind, rate)
+            _move(views, groups[model.get_parameter(name)], behind=newest_of[name] - step, rate=rate)
 
 
-@torch.no_grad()
-def _move(
-    parameter: Tensor,
-    held: ElementRange,
-    state: Mapping[str, Tensor],
-    group: Mapping[str, Any],
-    behind: int,
-    rate: float,
-) -> None:
-    def own(tensor: Tensor) -> Tensor:
-        return tensor.view(-1)[held.first : held.first + held.count]
-
-    updates = max(1.0, state["step"].item() - behind)
+def _move(views: Mapping[str, Tensor], group: Mapping[str, Any], *, behind: int, rate: float) -> None:
+    updates = max(1.0, views[STEP].item() - behind)
     first, second = (1 - beta**updates for beta in group["betas"])
-    weights = own(parameter).float()
-    root = (own(state["exp_avg_sq"]).float() / second).sqrt_().add_(group["eps"])
-    move = (own(state["exp_avg"]).float() / first).div_(root).add_(weights, alpha=group["weight_decay"])
-    own(parameter).copy_(weights - rate * move)
+    weights = views[PARAM].float()
+    root = (views["exp_avg_sq"].float() / second).sqrt_().add_(group["eps"])
+    move = (views["exp_avg"].float() / first).div_(root).add_(weights, alpha=group["weight_decay"])
+    views[PARAM].copy_(weights - rate * move)

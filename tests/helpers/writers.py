@@ -7,9 +7,27 @@ from typing import Any
 
 import ray
 
-from storage.messages import FailedShard, StoredShards, WriterReport
+from storage.encoding import RAW
+from storage.messages import FailedShard, ShardOrder, StoredShards, WriterReport
+from storage.quantize import Floats
 from storage.records import VersionId
+from storage.shard_format import ShardMeta, ShardTensor
+from storage.writer_actor import ShardWriter
 from storage.writer_group import WriterGroup
+
+
+async def accept_shard(
+    writer: ShardWriter, meta: ShardMeta, values: Floats, *, first: int = 0, spread_s: float | None = None
+) -> None:
+    """Hand a shard of `values` over, elements from `first` on of a parameter `w`."""
+    tensor = ShardTensor("w", "param", "float32", first, values.size, values)
+    await writer.accept(ShardOrder(meta=meta, ranges=(), encoding=RAW, spread_s=spread_s), [tensor], [])
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until it is true; whoever calls sets a limit."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 class Taken:

@@ -12,17 +12,16 @@ from storage import writer_group
 from storage.attempts import Attempts
 from storage.catalog import Catalog
 from storage.committer import Committer
-from storage.encoding import RAW
 from storage.errors import FencedError, ObjectNotFoundError
-from storage.messages import AttemptFacts, Order, Report, ShardOrder
+from storage.messages import AttemptFacts, Order, Report
 from storage.object_store import open_object_store
 from storage.planner import RestorePlanner
 from storage.records import BaseVersion
-from storage.shard_format import ShardMeta, ShardTensor
+from storage.shard_format import ShardMeta
 from storage.uploads import Uploads
 from storage.writer_actor import ShardWriter
 from tests.helpers.records import actor_setup, claim, facts
-from tests.helpers.writers import Called, LocalGroup
+from tests.helpers.writers import Called, LocalGroup, accept_shard, eventually
 
 LAYERS = ("a", "b")
 
@@ -43,6 +42,11 @@ class Node:
         setup = actor_setup(self.folder)
         self.called.actor = ShardWriter(setup.storage, setup.run, ())
 
+    async def accept_all(self, step: int, rank: int, world_size: int, *, attempt: int, epoch: int) -> None:
+        """The rank's shards of all layers."""
+        for layer in LAYERS:
+            await self.accept(layer, step, rank, world_size, attempt=attempt, epoch=epoch)
+
     async def accept(self, layer: str, step: int, rank: int, world_size: int, *, attempt: int, epoch: int) -> None:
         meta = ShardMeta(
             run="run",
@@ -54,9 +58,7 @@ class Node:
             rank=rank,
             world_size=world_size,
         )
-        values = np.full(8, step, "<f4")
-        tensor = ShardTensor("w", "param", "float32", 8 * rank, values.size, values)
-        await self.called.actor.accept(ShardOrder(meta=meta, ranges=(), encoding=RAW), [tensor], [])
+        await accept_shard(self.called.actor, meta, np.full(8, step, "<f4"), first=8 * rank)
 
 
 def group_facts(world_size: int) -> AttemptFacts:
@@ -142,11 +144,6 @@ def play(body: Callable[[Node], Awaitable[None]], folder: Path) -> None:
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def polls_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_group, "POLL_S", 0.02)
@@ -158,8 +155,7 @@ def test_an_actor_restarted_before_the_commit_hears_everything_again_and_commits
         first = Books(node)
         await first.begin(1, 2)
         first.order(5, 1)
-        for layer in LAYERS:
-            await node.accept(layer, 5, 0, 2, attempt=1, epoch=1)
+        await node.accept_all(5, 0, 2, attempt=1, epoch=1)
         await first.settled()
         assert first.whole_at() == 0
         assert first.commits.journal.totals.bytes_written > 0
@@ -167,8 +163,7 @@ def test_an_actor_restarted_before_the_commit_hears_everything_again_and_commits
 
         second = Books(node)
         await second.open(1)
-        for layer in LAYERS:
-            await node.accept(layer, 5, 1, 2, attempt=1, epoch=1)
+        await node.accept_all(5, 1, 2, attempt=1, epoch=1)
         await second.settled()
         assert second.whole_at() == 5
         record = second.catalog.restorable().records[0]
@@ -194,8 +189,7 @@ def test_what_a_writer_held_when_it_was_restarted_between_two_polls_is_due_again
         assert books.commits.ledger.due == {"b"}
         assert [incident.kind for incident in books.commits.journal.incidents] == ["lost upload"]
         again = books.order(6, 1)
-        for layer in LAYERS:
-            await node.accept(layer, 6, 0, 1, attempt=1, epoch=1)
+        await node.accept_all(6, 0, 1, attempt=1, epoch=1)
         books.report(again, 1)
         await books.settled()
         assert books.whole_at() == 6
@@ -245,8 +239,7 @@ def test_what_a_lost_node_s_writer_held_is_never_named(tmp_path: Path, monkeypat
         await books.begin(1, 2)
         books.group.follow(["node", "lost"])
         books.order(5, 1)
-        for layer in LAYERS:
-            await node.accept(layer, 5, 0, 2, attempt=1, epoch=1)
+        await node.accept_all(5, 0, 2, attempt=1, epoch=1)
         await lost.accept("a", 5, 1, 2, attempt=1, epoch=1)
         await eventually(lambda: books.commits.ledger.committed.layers["a"].step == 5)
         lost.called.die()
@@ -256,8 +249,7 @@ def test_what_a_lost_node_s_writer_held_is_never_named(tmp_path: Path, monkeypat
         await books.begin(2, 1)
         assert {name: ref.step for name, ref in books.commits.ledger.committed.layers.items()} == {"a": 5, "b": 0}
         books.order(6, 2)
-        for layer in LAYERS:
-            await node.accept(layer, 6, 0, 1, attempt=2, epoch=1)
+        await node.accept_all(6, 0, 1, attempt=2, epoch=1)
         await books.settled()
         assert books.whole_at() == 6
         assert books.problems == []
@@ -293,16 +285,14 @@ def test_a_fenced_epoch_writes_no_manifest_of_what_it_is_told(tmp_path: Path) ->
         books.order(5, 1)
         newer = Books(node)
         await newer.commits.open(newer.epoch)
-        for layer in LAYERS:
-            await node.accept(layer, 5, 0, 1, attempt=1, epoch=1)
+        await node.accept_all(5, 0, 1, attempt=1, epoch=1)
         with pytest.raises(FencedError):
             await books._tasks[0]
         with pytest.raises(ObjectNotFoundError):
             books.catalog.store.size("layers/a/5/1.1/manifest.json")
         await newer.begin(2, 1)
         newer.order(5, 2)
-        for layer in LAYERS:
-            await node.accept(layer, 5, 0, 1, attempt=2, epoch=newer.epoch)
+        await node.accept_all(5, 0, 1, attempt=2, epoch=newer.epoch)
         await newer.settled()
         assert {(ref.epoch, ref.attempt) for ref in newer.catalog.restorable().records[0].layers.values()} == {(2, 2)}
         await newer.die()

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from storage import writer_actor, writer_group
-from storage.encoding import RAW
-from storage.messages import ShardOrder, WriterQuestion, WriterReport
-from storage.shard_format import ShardMeta, ShardTensor
+from storage.messages import WriterQuestion, WriterReport
+from storage.shard_format import ShardMeta
 from storage.writer_actor import ShardWriter
 from tests.helpers.records import actor_setup
-from tests.helpers.writers import Called, LocalGroup, Taken
+from tests.helpers.writers import Called, LocalGroup, Taken, accept_shard, eventually
 
 FOR_EVER_S = 3600.0
 RANKS = 8
@@ -27,13 +26,7 @@ def meta(rank: int = 0, layer: str = "a") -> ShardMeta:
 async def accept(
     writer: ShardWriter, which: ShardMeta, elements: int = 10, fill: float = 0.0, spread_s: float | None = None
 ) -> None:
-    tensor = ShardTensor("w", "param", "float32", 0, elements, np.full(elements, fill, "<f4"))
-    await writer.accept(ShardOrder(meta=which, ranges=(), encoding=RAW, spread_s=spread_s), [tensor], [])
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await accept_shard(writer, which, np.full(elements, fill, "<f4"), spread_s=spread_s)
 
 
 def listening(folder: Path, body: Callable[[ShardWriter, LocalGroup, Taken], Awaitable[None]]) -> None:
