@@ -47,8 +47,8 @@ class Pacer:
         decision = decide(facts)
         self._tokens = decision.tokens
         self._decisions += 1
-        for layer in decision.layers:
-            ledger.issue(self._decisions, layer, group.node_bytes[layer], facts.step)
+        for layer in decision.layers:  # ranks that hold take the snapshot at this very step
+            ledger.issue(self._decisions, layer, group.node_bytes[layer], report.step)
         return self._decisions, decision.layers
 
     def spread_s(self, report: Report, restore_point: int) -> float | None:

@@ -11,7 +11,7 @@ from storage.options import CheckpointOptions
 from storage.pacer import Pacer
 from storage.records import BaseVersion
 from storage.worker_group import WorkerGroup
-from tests.helpers.records import LAYER_BYTES, facts
+from tests.helpers.records import LAYER_BYTES, facts, ref
 
 NAMES = ("a", "b", "c", "d")
 LAYERS = facts(*NAMES)
@@ -47,6 +47,19 @@ def test_it_takes_as_many_as_fit_when_encoded() -> None:
 def test_what_a_version_took_replaces_the_estimate() -> None:
     assert chosen(1.0, {"a": 10, "b": 80}) == ("a", "b")
     assert chosen(0.1, {"a": 100}) != NAMES
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_version_that_is_durable_before_its_ranks_say_so_is_in_flight_no_more(step: int) -> None:
+    """Ranks that hold from the report on take its order's snapshots at once, others a step later."""
+    ledger = Ledger(LAYERS, 50, None)
+    pacer = Pacer(CheckpointOptions(mode="full"), 10**9, 1.0)
+    number, layers = pacer.decide(Report(attempt=1, step=4, sums=SUMS), ledger, GROUP)
+    assert layers == NAMES
+    ledger.version_durable("a", ref("a", step))
+    ledger.fail("b", step)
+    ledger.carried_out(number, step)
+    assert (set(ledger.in_flight), ledger.due) == ({"c", "d"}, {"b"})
 
 
 def spread_s(step: int, seconds: tuple[float, ...], restore_point: int, **changes: object) -> float | None:
