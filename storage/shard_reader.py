@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -189,13 +190,22 @@ class _OpenShard:
             raise CorruptObjectError(f"{self.key}: batch {number} has null fields")
         *columns, payloads, checksums = batch.columns
         fields = zip(*(column.to_pylist() for column in columns), strict=True)
-        for place, (values, payload, checksum) in enumerate(zip(fields, payloads, checksums.to_pylist(), strict=True)):
-            row = _Row(values, payload.as_buffer())
+        found = zip(fields, _views(payloads), checksums.to_pylist(), strict=True)
+        for place, (values, payload, checksum) in enumerate(found):
+            row = _Row(values, payload)
             if self.checksums.of_row(*row.fields, memoryview(row.payload)) != checksum:
                 raise CorruptObjectError(f"{self.key}: checksum of row {place} in batch {number} is wrong")
             self.checksums.add(checksum)
             self.seen.append((number, place))
             yield row
+
+
+def _views(payloads: pa.BinaryArray) -> Iterator[pa.Buffer]:
+    """Each payload as a view; an element taken from the array would be a copy."""
+    _, offsets, data = payloads.buffers()
+    bounds = np.frombuffer(offsets, np.int32)[payloads.offset :][: len(payloads) + 1].tolist()
+    for start, end in pairwise(bounds):
+        yield data.slice(start, end - start)
 
 
 def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, ...], base: Base | None) -> ShardTensor:
