@@ -14,8 +14,9 @@ class Uploads:
     """Books what the ShardWriters say, and makes a layer due again whose version will not become durable.
 
     No clock decides that a shard is lost: its rank knows that the writer has accepted it, and the writer, asked after
-    that, neither holds it nor has an outcome of it. Nobody asks while every writer is the one it was when the layer
-    was ordered: a writer that lives loses nothing.
+    that, neither holds it nor has an outcome of it. Nobody asks while training goes on and every writer is the one it
+    was when the layer was ordered: a writer that lives loses nothing. Ranks that stand still wait for what is in
+    flight, so that has to be true of all of it.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class Uploads:
         self._look_for_lost(report, epoch, writers, world_size)
 
     def _look_for_lost(self, report: Report, epoch: int, writers: WriterGroup, world_size: int) -> None:
-        ledger = self._commits.ledger
+        ledger, standing = self._commits.ledger, report.hold or report.flush
         doubtful = {
             layer: flight
             for layer, flight in ledger.in_flight.items()
-            if not flight.stored and flight.ordered_at <= writers.changed_at
+            if not flight.stored and (standing or flight.ordered_at <= writers.changed_at)
         }
         writers.in_doubt = bool(doubtful)
         for layer, flight in doubtful.items():

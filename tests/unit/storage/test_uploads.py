@@ -151,6 +151,20 @@ def test_while_every_writer_lives_nobody_asks_what_they_hold(run: Run) -> None:
     assert not run.writers.in_doubt
 
 
+@pytest.mark.parametrize("standing", ["hold", "flush"])
+def test_ranks_that_stand_still_do_not_wait_for_what_no_writer_holds(run: Run, standing: str) -> None:
+    run.hand_over(restarted=False)
+    run.report(**{standing: True})
+    assert run.writers.in_doubt
+    run.writers.say(ALL)
+    run.report(**{standing: True})
+    assert run.kinds == []
+    run.writers.say(set())
+    run.report(**{standing: True})
+    assert run.kinds == ["lost upload"]
+    assert run.ledger.due == {"a"}
+
+
 def test_a_stored_shard_is_not_missed(run: Run) -> None:
     run.hand_over()
     assert not run.stored(0)
