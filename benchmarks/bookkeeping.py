@@ -8,6 +8,7 @@ import asyncio
 import gc
 import pickle
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 from benchmarks.piece import Mark, Outcome, Profile
 from storage import keys
 from storage.catalog import Catalog
+from storage.checkpoint_actor import keep_loop_free
 from storage.committer import Committer
 from storage.ledger import Ledger
 from storage.local_store import LocalStore
@@ -187,11 +189,13 @@ def commit_once() -> Commit:
     """Book and commit one version of every layer."""
     writers = {f"node-{node}": MadeUpWriter(node) for node in range(RANKS // RANKS_A_NODE)}
     gc.collect()
-    gc.freeze()  # as the CheckpointActor does
+    interval = sys.getswitchinterval()
+    keep_loop_free()
     try:
         with tempfile.TemporaryDirectory(prefix="layercheck-bench-") as folder:
             return asyncio.run(_commit(Path(folder), writers))
     finally:
+        sys.setswitchinterval(interval)
         gc.unfreeze()
 
 

@@ -40,7 +40,7 @@ from workers.delta import DeltaMeter
 from workers.layers import find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer, learning_rate, set_learning_rate
-from workers.prediction import predict_if_better
+from workers.prediction import Judgement, predict_if_better
 from workers.slices import cut
 from workers.split import split_layers
 from workers.state import StateTensor, dtype_name, from_numpy, layer_bytes, model_base, slice_tensors, to_numpy
@@ -99,9 +99,9 @@ class Lab:
             for view, part in zip(self.views[name], parts, strict=True):
                 view.tensor.copy_(part)
 
-    def predict(self, restored: dict[str, int]) -> None:
+    def predict(self, restored: dict[str, int]) -> Judgement | None:
         """Carry stale layers on, as a restart does."""
-        predict_if_better(restored, self.layers, self.trainee, self.examples, self.learning_rate, None)
+        return predict_if_better(restored, self.layers, self.trainee, self.examples, self.learning_rate, None)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step."""
@@ -226,11 +226,12 @@ class Replica:
         versions = sorted(self.newest.items(), key=lambda version: version[1][0])
         return {name: self._decoded(name, parts) if step else parts for name, (step, parts) in versions}
 
-    def restore(self) -> None:
+    def restore(self) -> Judgement | None:
         """Restart from the composite."""
         self.lab.load(self.composite())
-        if self.options.weight_prediction:
-            self.lab.predict({name: step for name, (step, _) in self.newest.items()})
+        if not self.options.weight_prediction:
+            return None
+        return self.lab.predict({name: step for name, (step, _) in self.newest.items()})
 
     def failed(self) -> None:
         """The training processes are gone: what was chosen is never snapshot."""
@@ -350,6 +351,8 @@ class Recovery:
     reduction: float
     restored_loss: float
     """Held-out loss of the composite, before any further step."""
+    judged: tuple[float, float] | None = None
+    """Loss of the next samples with the weights as stored and as predicted, which decides between them."""
     losses: dict[int, float] = field(default_factory=dict)
     """Held-out loss by step, after the restart."""
 
@@ -389,7 +392,7 @@ def study(
 
 def recover(lab: Lab, replica: Replica, failure: int, after: int, seed: int) -> Recovery:
     """Restore a policy's composite and train on; the replica goes on watching the failure-free run."""
-    replica.restore()
+    judgement = replica.restore()
     point, ages = replica.restore_point, replica.ages()
     written = replica.bytes_written or 1
     found = Recovery(
@@ -401,13 +404,14 @@ def recover(lab: Lab, replica: Replica, failure: int, after: int, seed: int) -> 
         mean_age=statistics.mean(ages),
         reduction=replica.ticks * sum(lab.bytes.values()) / written,
         restored_loss=lab.evaluate(),
+        judged=(judgement.stored, judgement.predicted) if judgement else None,
     )
     for step in range(point + 1, failure + after + 1):
         lab.step(step)
         if step in (failure + after // 2, failure + after):
             found.losses[step] = lab.evaluate()
     ages_told = f"ages {found.mean_age:.1f}/{found.max_age}"
-    losses = f"{found.restored_loss:.4f} {found.losses}"
+    losses = f"{found.restored_loss:.4f} {found.losses}, judged {found.judged}"
     say(f"  {replica.name}: restored {point}, {ages_told}, {found.reduction:.1f}x, {losses}")
     return found
 

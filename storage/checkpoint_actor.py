@@ -6,6 +6,7 @@ Its event loop never waits for storage: everything blocking runs in threads.
 import asyncio
 import contextlib
 import gc
+import sys
 import uuid
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -34,15 +35,24 @@ from storage.writer_group import WriterGroup
 NOTICE_S = 1.0
 """Time between two questions whether a node will be taken away."""
 
+SWITCH_S = 0.0005
+"""Time after which a thread makes room for another: the event loop may have to wait for all that talk to the store."""
+
 STANDING_S = 0.2
 """Longest wait for a restore point before ranks that stand still are answered."""
+
+
+def keep_loop_free() -> None:
+    """Keep whatever else this process does from holding its event loop up."""
+    gc.freeze()  # what is imported stays: to look through it for garbage would stop every thread for 0.1 s
+    sys.setswitchinterval(SWITCH_S)
 
 
 class CheckpointActor:
     """One per run. Restarted by Ray it claims a new epoch and rebuilds itself from the catalog and the ShardWriters."""
 
     def __init__(self, setup: ActorSetup) -> None:
-        gc.freeze()  # what is imported stays: to look through it for garbage would stop every thread for 0.1 s
+        keep_loop_free()
         self._setup, self._options = setup, setup.checkpoint
         self._store = open_object_store(setup.storage, setup.run)
         self._catalog = Catalog(self._store)

@@ -61,37 +61,35 @@ def quantize(grid: Grid, values: Floats, bins: Floats, codes: Bytes) -> None:
 
     A bin is not finite exactly if the block holds something that has no place on the grid. `values` is overwritten.
     """
-    table = values.reshape(-1, grid.block)
-    if grid.scale is Scale.ROOT:
-        np.sqrt(table, out=table)
-        tops = table.max(axis=1)
-    elif grid.bits == 2:
-        tops = _signs(table)
-    else:
-        tops = np.abs(table).max(axis=1)
+    table, packed = values.reshape(-1, grid.block), codes.reshape(bins.size, -1)
+    if grid.scale is Scale.SIGNED and grid.bits == 2:
+        whole, tops = _signs(table)
+        np.maximum(tops, _LEAST_BIN, out=bins)
+        _pack_bits(whole, grid.bits, packed)
+        return
+    tops = np.sqrt(table, out=table).max(axis=1) if grid.scale is Scale.ROOT else np.abs(table).max(axis=1)
     np.maximum(tops * np.float32(1 / grid.largest), _LEAST_BIN, out=bins)
     table *= (1 / bins)[:, None]
     table += _TO_WHOLE if grid.scale is Scale.ROOT else _TO_WHOLE + np.float32(grid.largest)
-    _pack_bits(table.view(np.uint32), grid.bits, codes.reshape(table.shape[0], -1))
+    _pack_bits(table.view(np.uint32).astype(np.uint8), grid.bits, packed)
 
 
-def _signs(table: Floats) -> Floats:
-    """Round each block of `table` to signs and zeros times one magnitude, in place; returns the magnitudes.
+def _signs(table: Floats) -> tuple[Bytes, Floats]:
+    """Each block of `table` as signs and zeros (0, 1, 2 for -1, 0, 1) times one magnitude; returns both.
 
     The largest magnitude as the bin would round nearly all to 0. The one taken keeps the inner product of the block
     with what it decodes to: what is lost is noise, and does not shorten a move or a momentum.
     """
     sizes = np.abs(table)
     tops = sizes.max(axis=1)
-    scale = np.maximum(tops, _LEAST_BIN)[:, None]
-    sizes /= scale  # the squares of what is tiny or huge have no place in float32
+    sizes *= (1 / np.maximum(tops, _LEAST_BIN))[:, None]  # the squares of what is tiny or huge have no place in float32
     squares = np.einsum("ij,ij->i", sizes, sizes)
-    is_zero = sizes < _SIGN_FROM * np.sqrt(squares / np.float32(table.shape[1]))[:, None]
-    sizes[is_zero] = 0
+    is_kept = sizes > (_SIGN_FROM * np.sqrt(squares / np.float32(table.shape[1])))[:, None]
+    sizes *= is_kept
     magnitudes: Floats = tops * np.minimum(squares / np.maximum(sizes.sum(axis=1), _LEAST_BIN), 1)
-    np.copysign(magnitudes[:, None], table, out=table)
-    table[is_zero] = 0
-    return magnitudes
+    whole = is_kept.view(np.uint8) + np.uint8(1)
+    whole -= (is_kept & np.signbit(table)).view(np.uint8) << np.uint8(1)
+    return whole, magnitudes
 
 
 def dequantize(grid: Grid, bins: Floats, codes: Bytes, values: Floats) -> None:
@@ -107,9 +105,8 @@ def dequantize(grid: Grid, bins: Floats, codes: Bytes, values: Floats) -> None:
         table *= bins[:, None]
 
 
-def _pack_bits(words: npt.NDArray[np.uint32], bits: int, packed: Bytes) -> None:
+def _pack_bits(whole: Bytes, bits: int, packed: Bytes) -> None:
     """Low `bits` of each element of a block; byte i of a block of w bytes holds elements i, i + w, i + 2w, ..."""
-    whole = words.astype(np.uint8)
     width = packed.shape[1]
     packed[...] = whole[:, :width]
     for place in range(1, 8 // bits):
