@@ -33,6 +33,12 @@ def timed_train(
         _in_ticks: list[float]
         _in_steps: list[float]
 
+        def before_optimizer_step(self) -> None:
+            began = time.perf_counter()
+            super().before_optimizer_step()
+            if getattr(self, "_in_ticks", None):
+                self._in_ticks[-1] += time.perf_counter() - began
+
         def after_step(self, step: int, stats: StepStats) -> None:
             began = time.perf_counter()
             super().after_step(step, stats)

@@ -199,7 +199,10 @@ class Checkpointer:
 
     def before_optimizer_step(self) -> None:
         """Keep the optimizer from changing what a snapshot is still copying."""
+        began = time.perf_counter()
         self._snapshotter.before_optimizer_step()
+        if self._tick_seconds is not None:  # the wait is the last tick's doing
+            self._tick_seconds += time.perf_counter() - began
 
     def after_step(self, step: int, stats: StepStats) -> None:
         """Measure, persist what was decided, and hold while the restore point is too far behind.

@@ -35,13 +35,14 @@ class FaultInjector:
         """Training is about to do `step`."""
         self._step = step
 
-    def strike(self, point: Point) -> None:
-        """Fire the fault addressed to this point, if there is one."""
-        fault = self._due(self._faults, point)
+    def strike(self, point: Point, step: int | None = None) -> None:
+        """Fire the fault addressed to this point of `step` (default: the one that training does), if there is one."""
+        step = self._step if step is None else step
+        fault = self._due(self._faults, point, step)
         if fault is None:
             return
         if fault.action == "raise":
-            raise InjectedFaultError(f"injected at step {self._step}, point {point}")
+            raise InjectedFaultError(f"injected at step {step}, point {point}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, model: nn.Module, layers: Sequence[Layer]) -> None:
@@ -62,9 +63,9 @@ class FaultInjector:
 
     def _on_gradient(self, gradient: Tensor) -> Tensor:
         self.strike("backward")
-        if self._due(self._poison, "backward"):
+        if self._due(self._poison, "backward", self._step):
             return torch.full_like(gradient, float("nan"))
         return gradient
 
-    def _due(self, faults: FaultPoints, point: Point) -> FaultOptions | None:
-        return faults.due(point, step=self._step, attempt=self._attempt, rank=self._rank)
+    def _due(self, faults: FaultPoints, point: Point, step: int) -> FaultOptions | None:
+        return faults.due(point, step=step, attempt=self._attempt, rank=self._rank)

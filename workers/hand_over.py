@@ -40,7 +40,7 @@ class HandOvers:
         self._unacknowledged: Counter[str] = Counter()
 
     def expect(self, layers: Iterable[str]) -> None:
-        """Snapshots of `layers` are taken and will be given; on a GPU that is later, from another thread."""
+        """Snapshots of `layers` are taken and will be given, later and from another thread."""
         self._unacknowledged.update(layers)
 
     @property
@@ -51,7 +51,7 @@ class HandOvers:
     def give(self, order: Order, layer: str, step: int, tensors: list[ShardTensor]) -> None:
         """Put the snapshot of `layer` at `step` into Ray's object store and offer it to the writer.
 
-        On a GPU this runs in another thread than `failed`.
+        It runs in another thread than `failed`.
         """
         meta = ShardMeta(
             run=self._run,
@@ -67,7 +67,7 @@ class HandOvers:
         ranges = self._slices[layer].ranges
         shard = ShardOrder(meta=meta, ranges=ranges, encoding=self._encoding, spread_s=spread_s)
         put = ray.put(tensors)
-        self._faults.strike("hand_over")
+        self._faults.strike("hand_over", step)
         try:
             self._writer = self._writer or find_writer(self._writer_name)
             self._under_way.append((layer, self._writer.accept.remote(shard, put, self._base.get(layer, ()))))

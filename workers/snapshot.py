@@ -1,17 +1,19 @@
 """Snapshots: a layer's slices, copied at one step, as what a ShardWriter takes.
 
-On a CPU the put into Ray's object store is the snapshot. On a GPU a side stream copies into reused pinned buffers; the
-next optimizer step waits for that copy, the training thread does not.
+They are handed over in a thread of their own. On a CPU the put into Ray's object store, there, is the copy, and the
+training thread waits for it before the next optimizer step. On a GPU a side stream copies into reused pinned buffers;
+the next optimizer step waits for that copy, the training thread does not.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from storage.shard_format import ShardTensor
-from workers.state import StateTensor, dtype_name, to_numpy
+from workers.state import BUFFER, StateTensor, dtype_name, to_numpy
 
 HandOver = Callable[[list[ShardTensor]], None]
 
@@ -21,23 +23,39 @@ class Snapshotter:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = _PinnedCopier(device) if device.type == "cuda" else None
+        self._hand_overs = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
+        self._running: list[Future[None]] = []
 
     def take(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> None:
-        """Copy `tensors` as they are now and call `hand_over` with the copy (from another thread on a GPU)."""
+        """Call `hand_over`, in another thread, with a copy of `tensors` as they are now.
+
+        On a CPU it is given the live tensors and makes the copy. What it raises is raised by a later call.
+        """
+        # A forward pass may change buffers.
+        steady = [part._replace(tensor=part.tensor.clone()) if part.kind == BUFFER else part for part in tensors]
         if self._cuda is None:
-            hand_over([_shard_tensor(part, part.tensor) for part in tensors])
+            work = partial(hand_over, [_shard_tensor(part, part.tensor) for part in steady])
         else:
-            self._cuda.take(tensors, hand_over)
+            work = self._cuda.copying(steady, hand_over)
+        self._take_results([future for future in self._running if future.done()])
+        self._running.append(self._hand_overs.submit(work))
 
     def before_optimizer_step(self) -> None:
-        """Order the optimizer's kernels behind copies that still read what it is about to change."""
-        if self._cuda is not None:
+        """Let no copy read what the optimizer is about to change."""
+        if self._cuda is None:
+            self._take_results(list(self._running))
+        else:
             self._cuda.before_optimizer_step()
 
     def close(self) -> None:
         """Wait for the copies under way."""
-        if self._cuda is not None:
-            self._cuda.close()
+        self._take_results(list(self._running))
+        self._hand_overs.shutdown()
+
+    def _take_results(self, futures: Sequence[Future[None]]) -> None:
+        for future in futures:
+            self._running.remove(future)
+            future.result()
 
 
 class _PinnedCopier:
@@ -46,10 +64,9 @@ class _PinnedCopier:
         self._stream = torch.cuda.Stream(device)
         self._copied: torch.cuda.Event | None = None
         self._free: list[Tensor] = []
-        self._hand_overs = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
-        self._running: list[Future[None]] = []
 
-    def take(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> None:
+    def copying(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> Callable[[], None]:
+        """Start to copy; returns what waits for the copy and hands it over."""
         sizes = [-(-part.tensor.nbytes // 16) * 16 for part in tensors]
         buffer = self._buffer(sum(sizes))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -58,23 +75,17 @@ class _PinnedCopier:
             for part, size in zip(tensors, sizes, strict=True):
                 copy = buffer[first : first + part.tensor.nbytes].view(part.tensor.dtype)
                 copy.copy_(part.tensor, non_blocking=True)
+                if part.kind == BUFFER:  # a clone, which nobody else holds
+                    part.tensor.record_stream(self._stream)
                 copies.append(_shard_tensor(part, copy))
                 first += size
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
-        for done in [future for future in self._running if future.done()]:
-            self._running.remove(done)
-            done.result()
-        self._running.append(self._hand_overs.submit(self._finish, self._copied, buffer, copies, hand_over))
+        return partial(self._finish, self._copied, buffer, copies, hand_over)
 
     def before_optimizer_step(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-
-    def close(self) -> None:
-        self._hand_overs.shutdown(wait=True)
-        for future in self._running:
-            future.result()
 
     def _buffer(self, size: int) -> Tensor:
         """Smallest free pinned buffer that holds `size` bytes, or a new one."""

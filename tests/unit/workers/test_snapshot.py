@@ -1,5 +1,7 @@
 """Snapshots hold the values of the moment they were taken at, whatever happens to the live tensors later."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,9 @@ def test_on_a_cpu_the_hand_over_sees_the_live_memory() -> None:
     """The put into Ray's object store, inside the hand-over, is the copy: there is no second one."""
     parts = state("cpu")
     handed: list[ShardTensor] = []
-    Snapshotter(torch.device("cpu")).take(parts, handed.extend)
+    snapshotter = Snapshotter(torch.device("cpu"))
+    snapshotter.take(parts, handed.extend)
+    snapshotter.before_optimizer_step()
     assert [(t.name, t.kind, t.dtype, t.first, t.count) for t in handed] == [
         ("w", "param", "float32", 100, 8_900),
         ("w", "exp_avg", "bfloat16", 0, 777),
@@ -32,6 +36,34 @@ def test_on_a_cpu_the_hand_over_sees_the_live_memory() -> None:
     ]
     assert np.shares_memory(handed[0].data, parts[0].tensor.numpy())
     assert handed[1].data.dtype == np.uint16
+
+
+def test_on_a_cpu_an_optimizer_step_waits_for_what_is_handed_over() -> None:
+    snapshotter, may_copy, copies = Snapshotter(torch.device("cpu")), threading.Event(), []
+
+    def hand_over(tensors: list[ShardTensor]) -> None:
+        may_copy.wait(60)
+        copies.extend(tensor.data.copy() for tensor in tensors)
+
+    parts = [StateTensor("w", "param", 0, torch.ones(4)), StateTensor("b", "buffer", 0, torch.ones(4))]
+    snapshotter.take(parts, hand_over)
+    parts[1].tensor.zero_()  # a forward pass may
+    threading.Timer(0.2, may_copy.set).start()
+    snapshotter.before_optimizer_step()
+    parts[0].tensor.zero_()
+    assert [copy.tolist() for copy in copies] == [[1.0] * 4, [1.0] * 4]
+
+
+def test_what_a_hand_over_raises_is_raised_before_the_next_optimizer_step() -> None:
+    snapshotter = Snapshotter(torch.device("cpu"))
+
+    def hand_over(_: list[ShardTensor]) -> None:
+        raise OSError("full")
+
+    snapshotter.take(state("cpu"), hand_over)
+    with pytest.raises(OSError, match="full"):
+        snapshotter.before_optimizer_step()
+    snapshotter.close()
 
 
 @pytest.mark.gpu
