@@ -46,12 +46,14 @@ def predict_if_better(
 ) -> Judgement | None:
     """`predict_weights`, and bit by bit back to what was restored unless the loss of the next samples is lower so.
 
-    All ranks call it, and do the same. Returns None if no layer is stale.
+    All ranks call it, and do the same. Returns None if the layers miss less than a step on average: to judge takes
+    longer.
     """
     newest = max(restored.values(), default=0)
-    stale = [layer for layer in layers if 0 < restored[layer.name] < newest]
-    if not stale:
+    missed = {layer: newest - restored[layer.name] for layer in layers if restored[layer.name] > 0}
+    if sum(missed.values()) < max(1, len(missed)):
         return None
+    stale = [layer for layer, steps in missed.items() if steps > 0]
     model = trainee.model.module
     stored = upcoming_loss(trainee, examples, newest + 1, group)
     weights = [views[PARAM] for layer in stale for views in _views(layer, model, trainee.optimizer).values()]

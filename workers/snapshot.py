@@ -33,6 +33,7 @@ class Snapshotter:
         """
         # A forward pass may change buffers.
         steady = [part._replace(tensor=part.tensor.clone()) if part.kind == BUFFER else part for part in tensors]
+        work: Callable[[], None]
         if self._cuda is None:
             work = partial(hand_over, [_shard_tensor(part, part.tensor) for part in steady])
         else:

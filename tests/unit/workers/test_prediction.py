@@ -161,4 +161,5 @@ def test_the_loss_of_the_next_samples_decides(group_of_one: None, momentum: floa
     assert (model.far[2] > 0) == is_better
     assert torch.count_nonzero(model.far) == int(is_better)
     assert torch.count_nonzero(model.near) == 0
+    assert predict_if_better({"near": 9, "far": 8}, layers, trainee, examples, rate, None) is None, "not worth it"
     assert predict_if_better({"near": 9, "far": 0}, layers, trainee, examples, rate, None) is None
