@@ -50,7 +50,7 @@ Place = Callable[[], AbstractContextManager[StorageOptions]]
 
 def run(profile: Profile) -> Outcome:
     """Every method on every store, in turn, as often as the profile says."""
-    repeats, found = profile.pick(quick=1, full=1), list[Run]()
+    repeats, found = profile.pick(quick=1, full=3), list[Run]()
     with slow_buckets(SLOW_BYTES_PER_S) as slow_bucket:
         stores: dict[str, Place] = {LOCAL: local_folder}
         if slow_bucket is not None and profile.name == "quick":  # large checkpoints do not fit in its memory

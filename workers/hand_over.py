@@ -69,8 +69,8 @@ class HandOvers:
         put = ray.put(tensors)
         self._faults.strike("hand_over", step)
         try:
-            self._writer = self._writer or find_writer(self._writer_name)
-            self._under_way.append((layer, self._writer.accept.remote(shard, put, self._base.get(layer, ()))))
+            self._writer = writer = self._writer or find_writer(self._writer_name)  # `failed` may forget it meanwhile
+            self._under_way.append((layer, writer.accept.remote(shard, put, self._base.get(layer, ()))))
         except ValueError:  # the writer is not there at this moment
             self._under_way.append((layer, None))
 

@@ -50,8 +50,8 @@ class Snapshotter:
 
     def close(self) -> None:
         """Wait for the copies under way."""
-        self._take_results(list(self._running))
         self._hand_overs.shutdown()
+        self._take_results(list(self._running))
 
     def _take_results(self, futures: Sequence[Future[None]]) -> None:
         for future in futures:
