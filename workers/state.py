@@ -92,7 +92,11 @@ def fill(
             f"{name} ({kind}): expected a run of its {target.numel()} elements, got shape {tuple(values.shape)} "
             f"from element {first}; the stored layer belongs to another model"
         )
-    target[first : first + values.numel()].copy_(values)
+    part = target[first : first + values.numel()]
+    if part.is_cpu:
+        np.copyto(to_numpy(part), to_numpy(values))  # torch's own copy wakes all its threads, for a piece of a few MB
+    else:
+        part.copy_(values)
 
 
 def layer_bytes(layer: Layer, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
