@@ -452,11 +452,16 @@ def deviations(study: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def progress_lost(study: dict[str, Any], recovery: dict[str, Any]) -> float:
-    """Steps of the failure-free run between where its held-out loss was the composite's and the failure."""
-    curve = sorted((step, loss) for step, loss in study["alone"].items() if step <= recovery["failure"])
-    steps, losses = np.array(curve).T
-    falling = np.minimum.accumulate(losses)
-    return float(recovery["failure"] - np.interp(-recovery["restored_loss"], -falling, steps))
+    """Steps of the failure-free run between where its held-out loss was the composite's and where it failed.
+
+    The loss of few examples goes up and down, so it is read from a curve that never rises: midway between the lowest
+    loss so far and the highest one to come. The state that failed has lost nothing.
+    """
+    steps, losses = np.array(sorted(study["alone"].items())).T
+    falling = (np.minimum.accumulate(losses) + np.maximum.accumulate(losses[::-1])[::-1]) / 2
+    failed = losses[steps == recovery["failure"]].item()
+    before, after = np.interp([-recovery["restored_loss"], -failed], -falling, steps)
+    return max(0.0, float(after - before))
 
 
 def report(studies: list[dict[str, Any]], chains: list[dict[str, Any]]) -> None:

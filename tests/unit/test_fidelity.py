@@ -18,3 +18,11 @@ from benchmarks.fidelity import progress_lost
 def test_progress_lost_is_where_the_failure_free_run_had_that_loss(restored_loss: float, steps: float) -> None:
     study = {"alone": {0: 4.0, 10: 3.0, 20: 2.0, 30: 1.0}}
     assert progress_lost(study, {"failure": 20, "restored_loss": restored_loss}) == pytest.approx(steps)
+
+
+@pytest.mark.parametrize(("restored_loss", "steps"), [(2.1, 0.0), (2.0, 0.0), (3.0, 9.5)])
+def test_where_the_held_out_loss_rises_the_state_that_failed_has_still_lost_nothing(
+    restored_loss: float, steps: float
+) -> None:
+    study = {"alone": {0: 4.0, 10: 3.0, 20: 2.0, 30: 2.1, 40: 2.0}}
+    assert progress_lost(study, {"failure": 30, "restored_loss": restored_loss}) == pytest.approx(steps, abs=0.1)
