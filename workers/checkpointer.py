@@ -322,7 +322,8 @@ class Checkpointer:
         """Snapshot this rank's slices of the chosen layers and hand them over."""
         self._faults.strike("snapshot")
         self._hand_overs.expect(order.layers)
-        for name in order.layers:
-            self._snapshotter.take(self._views[name], partial(self._hand_overs.give, order, name, step))
         self._meter.rebase(order.layers)
+        self._snapshotter.take(
+            (self._views[name], partial(self._hand_overs.give, order, name, step)) for name in order.layers
+        )
         self._carried = (order, step)

@@ -5,7 +5,7 @@ training thread waits for it before the next optimizer step. On a GPU a side str
 the next optimizer step waits for that copy, the training thread does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -26,20 +26,22 @@ class Snapshotter:
         self._hand_overs = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
         self._running: list[Future[None]] = []
 
-    def take(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> None:
-        """Call `hand_over`, in another thread, with a copy of `tensors` as they are now.
+    def take(self, snapshots: Iterable[tuple[Sequence[StateTensor], HandOver]]) -> None:
+        """Call each `hand_over`, in another thread, with a copy of its tensors as they are now.
 
         On a CPU it is given the live tensors and makes the copy. What it raises is raised by a later call.
         """
+        works = [self._prepared(tensors, hand_over) for tensors, hand_over in snapshots]
+        self._take_results([future for future in self._running if future.done()])
+        # Only now: the first one under way would keep the interpreter from this thread.
+        self._running += [self._hand_overs.submit(work) for work in works]
+
+    def _prepared(self, tensors: Sequence[StateTensor], hand_over: HandOver) -> Callable[[], None]:
         # A forward pass may change buffers.
         steady = [part._replace(tensor=part.tensor.clone()) if part.kind == BUFFER else part for part in tensors]
-        work: Callable[[], None]
-        if self._cuda is None:
-            work = partial(hand_over, [_shard_tensor(part, part.tensor) for part in steady])
-        else:
-            work = self._cuda.copying(steady, hand_over)
-        self._take_results([future for future in self._running if future.done()])
-        self._running.append(self._hand_overs.submit(work))
+        if self._cuda is not None:
+            return self._cuda.copying(steady, hand_over)
+        return partial(hand_over, [_shard_tensor(part, part.tensor) for part in steady])
 
     def before_optimizer_step(self) -> None:
         """Let no copy read what the optimizer is about to change."""

@@ -27,7 +27,7 @@ def test_on_a_cpu_the_hand_over_sees_the_live_memory() -> None:
     parts = state("cpu")
     handed: list[ShardTensor] = []
     snapshotter = Snapshotter(torch.device("cpu"))
-    snapshotter.take(parts, handed.extend)
+    snapshotter.take([(parts, handed.extend)])
     snapshotter.before_optimizer_step()
     assert [(t.name, t.kind, t.dtype, t.first, t.count) for t in handed] == [
         ("w", "param", "float32", 100, 8_900),
@@ -46,7 +46,7 @@ def test_on_a_cpu_an_optimizer_step_waits_for_what_is_handed_over() -> None:
         copies.extend(tensor.data.copy() for tensor in tensors)
 
     parts = [StateTensor("w", "param", 0, torch.ones(4)), StateTensor("b", "buffer", 0, torch.ones(4))]
-    snapshotter.take(parts, hand_over)
+    snapshotter.take([(parts, hand_over)])
     parts[1].tensor.zero_()  # a forward pass may
     threading.Timer(0.2, may_copy.set).start()
     snapshotter.before_optimizer_step()
@@ -60,7 +60,7 @@ def test_what_a_hand_over_raises_is_raised_before_the_next_optimizer_step() -> N
     def hand_over(_: list[ShardTensor]) -> None:
         raise OSError("full")
 
-    snapshotter.take(state("cpu"), hand_over)
+    snapshotter.take([(state("cpu"), hand_over)])
     with pytest.raises(OSError, match="full"):
         snapshotter.before_optimizer_step()
     snapshotter.close()
@@ -73,7 +73,7 @@ def test_on_a_gpu_an_optimizer_step_after_it_changes_nothing() -> None:
     handed: list[list[np.ndarray]] = []
     snapshotter = Snapshotter(torch.device("cuda"))
     for _ in range(3):  # the pinned buffers are used again
-        snapshotter.take(parts, lambda tensors: handed.append([tensor.data.copy() for tensor in tensors]))
+        snapshotter.take([(parts, lambda tensors: handed.append([tensor.data.copy() for tensor in tensors]))])
     snapshotter.before_optimizer_step()
     for part in parts:
         part.tensor.zero_()
