@@ -4,6 +4,7 @@
 
 PYTHON ?= python3.11
 PROFILE ?= quick
+REPEATS ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -33,5 +34,5 @@ lint: setup ## format check, ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## checkpoints against none, DCP, Ray Train, side by side (PROFILE=full MODEL=... DATA=... for SmolLM2)
-	$(BIN)/python -m benchmarks --profile $(PROFILE) $(if $(MODEL),--model $(MODEL) --data $(DATA))
+bench: setup ## checkpoints against none, DCP, Ray Train, side by side (PROFILE=full MODEL=... DATA=... for SmolLM2; REPEATS=3)
+	$(BIN)/python -m benchmarks --profile $(PROFILE) --repeats $(REPEATS) $(if $(MODEL),--model $(MODEL) --data $(DATA))

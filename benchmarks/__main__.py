@@ -31,11 +31,12 @@ def main() -> int:
     parser.add_argument("--profile", choices=("quick", "full"), default="quick")
     parser.add_argument("--model", type=Path, help="folder of SmolLM2 (default: the quickstart's small Llama)")
     parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, if there is a --model")
+    parser.add_argument("--repeats", type=int, default=1, help="of each run of end_to_end; 25 minutes each in full")
     parser.add_argument("--pieces", nargs="+", choices=list(PIECES), default=list(PIECES))
     args = parser.parse_args()
     if (args.model is None) != (args.data is None):
         parser.error("--model and --data: give both, or neither")
-    profile = Profile(name=args.profile, model=args.model, data=args.data)
+    profile = Profile(name=args.profile, model=args.model, data=args.data, repeats=args.repeats)
     outcomes: dict[str, Outcome] = {}
     for name in args.pieces:
         try:

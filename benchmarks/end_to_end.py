@@ -57,8 +57,8 @@ class Place:
 
 
 def run(profile: Profile) -> Outcome:
-    """Every method at every place, in turn, as often as the profile says."""
-    repeats, found = profile.pick(quick=1, full=3), list[Run]()
+    """Every method at every place, in turn, as often as the profile asks for."""
+    found = list[Run]()
     with slow_buckets(SLOW_BYTES_PER_S) as slow_bucket:
         places = {
             LOCAL: Place(local_folder),
@@ -69,7 +69,7 @@ def run(profile: Profile) -> Outcome:
         }
         if slow_bucket is not None and profile.name == "quick":  # large checkpoints do not fit in its memory
             places[SLOW] = Place(slow_bucket)
-        for repeat in range(repeats):
+        for repeat in range(profile.repeats):
             for where, place in places.items():
                 for method in place.methods:
                     with place.store() as storage:

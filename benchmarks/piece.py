@@ -18,6 +18,8 @@ class Profile:
     """Folder of SmolLM2-135M-Instruct or another causal LM; None: the quickstart's small random Llama, and its data."""
     data: Path | None
     """GSM8K's train.jsonl, or any JSONL with columns `question` and `answer`."""
+    repeats: int
+    """How often each run of the end-to-end comparison is made."""
 
     def pick(self, *, quick: T, full: T) -> T:
         """One of two, by profile."""
