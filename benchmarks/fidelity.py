@@ -11,14 +11,12 @@ is not the policy (data, seeds, arithmetic) is the same, so the difference is th
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from app.job_spec import JobSpec, load_spec
+from benchmarks.fidelity_report import report
 from benchmarks.record import write_record
 from storage.codecs import codec_named, decode
 from storage.decision import Candidate, Facts, decide
@@ -444,64 +443,6 @@ def chain(spec: JobSpec, policy: Policy, failures: list[int], after: int, thread
     }
 
 
-def deviations(study: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(policy, deviation in per cent) at every step that was evaluated after a restart."""
-    for recovery in study["recoveries"]:
-        for step, loss in recovery["losses"].items():
-            yield recovery["policy"], 100 * (loss / study["alone"][step] - 1)
-
-
-def progress_lost(study: dict[str, Any], recovery: dict[str, Any]) -> float:
-    """Steps of the failure-free run between where its held-out loss was the composite's and where it failed.
-
-    The loss of few examples goes up and down, so it is read from a curve that never rises: midway between the lowest
-    loss so far and the highest one to come. The state that failed has lost nothing.
-    """
-    steps, losses = np.array(sorted(study["alone"].items())).T
-    falling = (np.minimum.accumulate(losses) + np.maximum.accumulate(losses[::-1])[::-1]) / 2
-    failed = losses[steps == recovery["failure"]].item()
-    before, after = np.interp([-recovery["restored_loss"], -failed], -falling, steps)
-    return max(0.0, float(after - before))
-
-
-def report(studies: list[dict[str, Any]], chains: list[dict[str, Any]]) -> None:
-    """By policy, over seeds, failures and steps after: bytes, deviation, and the progress that a failure costs."""
-    found: dict[str, list[float]] = {}
-    for one in studies:
-        for policy, percent in deviations(one):
-            found.setdefault(policy, []).append(percent)
-    for policy, percents in found.items():
-        recoveries = [(one, r) for one in studies for r in one["recoveries"] if r["policy"] == policy]
-        lost = [progress_lost(one, recovery) for one, recovery in recoveries]
-        reduction = min(recovery["reduction"] for _, recovery in recoveries)
-        print(f"{policy:36} {reduction:6.1f}x {spread(percents)}  lost {statistics.mean(lost):.1f} steps "
-              f"(each: {', '.join(f'{steps:.1f}' for steps in lost)})")  # fmt: skip
-    alone = {one["seed"]: one["alone"] for one in studies}
-    for policy in dict.fromkeys(chain["policy"] for chain in chains):
-        runs = [chain for chain in chains if chain["policy"] == policy]
-        percents = [100 * (run["loss"] / alone[run["seed"]][run["last_step"]] - 1) for run in runs]
-        print(f"{policy:36} {min(run['reduction'] for run in runs):6.1f}x {spread(percents)}  "
-              f"{len(runs[0]['failures'])} failures in one run")  # fmt: skip
-
-
-def spread(percents: list[float]) -> str:
-    """Mean, spread and largest of deviations."""
-    deviation = statistics.stdev(percents) if len(percents) > 1 else 0.0
-    largest = max(percents, key=abs)
-    return f"mean {statistics.mean(percents):+.3f} %  sd {deviation:.3f}  largest {largest:+.3f} %"
-
-
-def read_records(paths: list[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Studies and chains of earlier records, of one data set."""
-    records = [json.loads(path.read_text()) for path in paths]
-    studies = [study for record in records for study in record["studies"]]
-    for one in studies:  # JSON has no keys but strings
-        one["alone"] = {int(step): loss for step, loss in one["alone"].items()}
-        for recovery in one["recoveries"]:
-            recovery["losses"] = {int(step): loss for step, loss in recovery["losses"].items()}
-    return studies, [chain for record in records for chain in record["chains"]]
-
-
 def say(text: str) -> None:
     """Progress, with the time: a study takes an hour on two cores."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
@@ -511,8 +452,8 @@ def main() -> None:
     """Parse, study, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", default="jobs/smollm2-gsm8k.yaml", help="job spec with everything else")
-    parser.add_argument("--model", help="model folder")
-    parser.add_argument("--data", help="JSONL of questions and answers, or of messages")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--data", required=True, help="JSONL of questions and answers, or of messages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--failures", type=int, nargs="+", default=[60, 90], help="steps at which every policy fails")
     parser.add_argument("--after", type=int, default=20, help="steps trained after a failure")
@@ -522,13 +463,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="more settings, as FIELD=VALUE of the job spec")
     parser.add_argument("--name", default="fidelity", help="name of the record")
-    parser.add_argument("--summarize", type=Path, nargs="+", help="only say what these records tell together")
     args = parser.parse_args()
-    if args.summarize:
-        report(*read_records(args.summarize))
-        return
-    if args.model is None or args.data is None:
-        parser.error("--model and --data: expected both, to train")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policies = [policy_named(name) for name in args.policies]
     chained = [policy_named(name) for name in args.chain_policies or args.policies] if args.chain else []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fidelity import progress_lost
+from benchmarks.fidelity_report import progress_lost
 
 
 @pytest.mark.parametrize(
