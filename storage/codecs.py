@@ -15,6 +15,7 @@ digest a `delta` payload begins with.
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,9 @@ FLOATS = ("float32", "bfloat16")
 
 _QUANTIZED = re.compile(r"(blocks|roots|delta)-([248])x([1-9][0-9]{0,5})")
 _SIGNED_TYPES = ("float64", "float32", "float16", "bfloat16")
+_QUANTIZING = threading.Lock()
+"""One thread at a time: numpy's kernels are so short that several would mostly wait for the interpreter, and busily."""
+
 _LARGEST = np.float32(2.0**126)  # beyond it float32 arithmetic on the grid might overflow
 _LARGEST_ROOT = np.float32(2.0**63)
 
@@ -147,17 +151,20 @@ class Quantized:
         """See `Codec`. There is no place for other types than `FLOATS`, nor for values at the end of their range."""
         if dtype not in FLOATS:
             return None
+        with _QUANTIZING, np.errstate(all="ignore"):  # what has no place on the grid shows in the bins
+            return self._encode(values, dtype, base)
+
+    def _encode(self, values: Array, dtype: str, base: Array | None) -> bytes | None:
         grid, count = self.grid, values.size
         bins = np.empty(grid.blocks(count), np.float32)
         codes = np.empty(grid.code_bytes(count), np.uint8)
-        with np.errstate(all="ignore"):  # what has no place on the grid shows in the bins
-            for first in range(0, count, TILE):
-                part = slice(first, min(first + TILE, count))
-                tile = self._tile(values[part], dtype, None if base is None else base[part])
-                if tile is None:
-                    return None
-                blocks = slice(grid.blocks(first), grid.blocks(part.stop))
-                quantize(grid, tile, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(part.stop)])
+        for first in range(0, count, TILE):
+            part = slice(first, min(first + TILE, count))
+            tile = self._tile(values[part], dtype, None if base is None else base[part])
+            if tile is None:
+                return None
+            blocks = slice(grid.blocks(first), grid.blocks(part.stop))
+            quantize(grid, tile, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(part.stop)])
         largest = _LARGEST_ROOT if grid.scale is Scale.ROOT else _LARGEST
         if not (bins < largest / np.float32(grid.largest)).all():
             return None
@@ -167,6 +174,10 @@ class Quantized:
         """See `Codec`."""
         if dtype not in FLOATS:
             raise ValueError(f"{self.name}: expected one of {', '.join(FLOATS)}, got {dtype}")
+        with _QUANTIZING, np.errstate(all="ignore"):  # only in what no encoder wrote
+            return self._decode(payload, dtype, count, base)
+
+    def _decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
         expected = _base_digest(base)
         if bytes(payload[: len(expected)]) != expected:
             raise ValueError(
@@ -178,16 +189,15 @@ class Quantized:
         bins = np.ascontiguousarray(planes.reshape(4, -1).T).view(np.float32).ravel()
         found = np.empty(count, DTYPES[dtype])
         tile = np.empty(min(TILE, grid.blocks(count) * grid.block), np.float32)
-        with np.errstate(all="ignore"):  # only in what no encoder wrote
-            for first in range(0, count, TILE):
-                end = min(first + TILE, count)
-                blocks = slice(grid.blocks(first), grid.blocks(end))
-                values = tile[: (blocks.stop - blocks.start) * grid.block]
-                dequantize(grid, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(end)], values)
-                values = values[: end - first]
-                if base is not None:
-                    values += _widened(base[first:end], dtype)
-                found[first:end] = _narrowed(values, dtype)
+        for first in range(0, count, TILE):
+            end = min(first + TILE, count)
+            blocks = slice(grid.blocks(first), grid.blocks(end))
+            values = tile[: (blocks.stop - blocks.start) * grid.block]
+            dequantize(grid, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(end)], values)
+            values = values[: end - first]
+            if base is not None:
+                values += _widened(base[first:end], dtype)
+            found[first:end] = _narrowed(values, dtype)
         return found
 
     def _tile(self, values: Array, dtype: str, base: Array | None) -> Floats | None:
