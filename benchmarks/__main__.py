@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import bookkeeping, codecs, end_to_end, restore
+from benchmarks import bookkeeping, codecs, end_to_end, restore, sampling
 from benchmarks.piece import Mark, Outcome, Profile
 from benchmarks.record import write_record
 
@@ -22,6 +22,7 @@ PIECES: dict[str, Callable[[Profile], Outcome]] = {
     "bookkeeping": bookkeeping.run,
     "codecs": codecs.run,
     "restore": restore.run,
+    "sampling": sampling.run,
 }
 
 

@@ -1,4 +1,4 @@
-"""How far the sampled reference is from the exact one: per-layer drift and impact, some steps after a layer was stored."""
+"""How far the sampled reference is from the exact one: drift and impact of each layer, a few steps after a snapshot."""
 
 import statistics
 import time

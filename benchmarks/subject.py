@@ -4,7 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from app.job_spec import JobSpec, load_spec
 from benchmarks.piece import Profile
 from storage.shard_format import ShardTensor
-from workers.data import load_data
+from workers.data import Examples, load_data
 from workers.layers import Layer, find_layers
 from workers.model import build_model, load_tokenizer
 from workers.optimizer import build_optimizer
@@ -52,7 +52,18 @@ class Trained:
     optimizer: torch.optim.Optimizer
     layers: tuple[Layer, ...]
     base: dict[str, torch.Tensor]
-    step_seconds: list[float]
+    trainee: Trainee
+    examples: Examples
+    step_seconds: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Make one real step."""
+        began = time.perf_counter()
+        forward_backward(self.trainee, self.examples, len(self.step_seconds) + 1)
+        clipped_gradient_norm(self.trainee)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_seconds.append(time.perf_counter() - began)
 
     def base_elements(self, name: str, first: int, count: int) -> Any:
         """The base version, as `storage.codecs.Base` gives it."""
@@ -83,16 +94,11 @@ def train(spec: JobSpec, steps: int) -> Trained:
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, spec.training)
     trainee = Trainee(DistributedDataParallel(model), optimizer, spec.training, CPU, int(tokenizer.pad_token_id or 0))
-    seconds = []
-    for step in range(1, steps + 1):
-        began = time.perf_counter()
-        forward_backward(trainee, examples, step)
-        clipped_gradient_norm(trainee)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - began)
     layers = split_layers(find_layers(model), model, spec.checkpoint, spec.model.dtype)
-    return Trained(spec, model, optimizer, layers, base, seconds)
+    trained = Trained(spec, model, optimizer, layers, base, trainee, examples)
+    for _ in range(steps):
+        trained.step()
+    return trained
 
 
 def layers_up_to(trained: Trained, most_bytes: int) -> Sequence[Layer]:
