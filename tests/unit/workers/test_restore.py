@@ -18,7 +18,7 @@ from storage.local_store import LocalStore
 from storage.messages import LayerPlan, RestorePlan
 from storage.options import CheckpointOptions
 from storage.records import BASE, Manifest, ShardRef, VersionId
-from storage.shard_format import BATCH_BYTES, ShardMeta, ShardTensor
+from storage.shard_format import BATCH_BYTES, ShardMeta
 from storage.shard_writer import write_shard
 from tests.unit.workers.models import split, tiny
 from workers.layers import Layer, find_layers
@@ -26,7 +26,7 @@ from workers.optimizer import build_optimizer
 from workers.options import TrainingOptions
 from workers.restore import Share, read_share, readers, restore, shards_of
 from workers.slices import cut
-from workers.snapshot import Snapshotter
+from workers.snapshot import on_host
 from workers.state import model_base, slice_tensors
 
 CPU = torch.device("cpu")
@@ -57,8 +57,7 @@ class Trained:
             part = cut(layer, self.model, rank, world_size)
             meta = ShardMeta(run="r", optimizer_step=step, rank=rank, world_size=world_size, **version._asdict())
             key = keys.shard(**version._asdict(), rank=rank, world_size=world_size)
-            tensors: list[ShardTensor] = []
-            Snapshotter(CPU).take(slice_tensors(part, layer, self.model, self.optimizer), tensors.extend)
+            tensors = [on_host(view) for view in slice_tensors(part, layer, self.model, self.optimizer)]
             summary = write_shard(store, key, meta, tensors, encoding, model_base(tiny("llama-tied", self.seed)))
             shards.append(ShardRef(key=key, rank=rank, bytes=summary.bytes, digest=summary.digest, ranges=part.ranges))
         manifest = Manifest(version=version, world_size=world_size, shards=tuple(shards))
