@@ -189,6 +189,10 @@ def _by(found: list[Run], method: str, where: str) -> list[Run]:
     return [one for one in found if one["method"] == method and one["store"] == where]
 
 
+def _methods_at(found: list[Run], where: str) -> list[str]:
+    return [method for method in METHODS if _by(found, method, where)]
+
+
 def _middle(found: list[Run], method: str, where: str, value: str) -> float:
     return median(one[value] for one in _by(found, method, where))
 
@@ -214,7 +218,7 @@ def evenness(one: Run) -> float:
 def marks(found: list[Run], where: str) -> list[Mark]:
     """Lines of the table on times, with one store."""
     told = f"{where} ({SLOW_BYTES_PER_S / 1e6:.0f} MB/s)" if where == SLOW else where
-    methods = [method for method in METHODS if _by(found, method, where)]
+    methods = _methods_at(found, where)
     seconds = {method: _middle(found, method, where, "seconds") for method in methods}
     cpu = {method: _middle(found, method, where, "cpu_seconds") for method in methods}
     alone = [one["seconds"] for one in _by(found, NONE, where)]
@@ -275,7 +279,7 @@ def seconds_figure(found: list[Run]) -> Figure:
     stores = list(dict.fromkeys(one["store"] for one in found))
     figure = Figure(figsize=(4.5 * len(stores), 3.2), layout="constrained")
     for where, axes in zip(stores, figure.subplots(1, len(stores), squeeze=False)[0], strict=True):
-        methods = [method for method in METHODS if _by(found, method, where)]
+        methods = _methods_at(found, where)
         for place, method in enumerate(methods):
             values = [one["seconds"] for one in _by(found, method, where)]
             axes.barh(place, median(values), color="#4477aa" if method == OURS else "#bbbbbb")
