@@ -22,7 +22,7 @@ from storage.options import StorageOptions
 from tests.helpers.tiny import write_tiny_chat, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
-STEPS = 80  # heavy ones: many times what is done between a signal and the end of the worker group
+STEPS = 150  # heavy ones: many times what is done between a signal and the end of the worker group
 PATIENCE_S = 300.0
 JOB = f"""\
 name: job
