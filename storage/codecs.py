@@ -15,7 +15,6 @@ digest a `delta` payload begins with.
 """
 
 import re
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ import xxhash
 
 from storage.byte_planes import decode_planes, encode_planes
 from storage.parts import pack, unpack
-from storage.quantize import TILE, Floats, Grid, Scale, dequantize, quantize
+from storage.quantize import LARGEST_BLOCK, Floats, Grid, Scale, dequantize, quantize
 from storage.shard_format import CODEC_RAW, DTYPES, MAX_EXPANSION, ShardTensor
 
 Array = npt.NDArray[np.generic]
@@ -43,11 +42,6 @@ FLOATS = ("float32", "bfloat16")
 
 _QUANTIZED = re.compile(r"(blocks|roots|delta)-([248])x([1-9][0-9]{0,5})")
 _SIGNED_TYPES = ("float64", "float32", "float16", "bfloat16")
-_QUANTIZING = threading.Lock()
-"""One thread at a time: numpy's kernels are so short that several would mostly wait for the interpreter, and busily."""
-
-_LARGEST = np.float32(2.0**126)  # beyond it float32 arithmetic on the grid might overflow
-_LARGEST_ROOT = np.float32(2.0**63)
 
 
 def base_of(tensors: Iterable[ShardTensor]) -> Base:
@@ -97,7 +91,7 @@ def codec_named(name: str) -> Codec:
         return Planes()
     match = _QUANTIZED.fullmatch(name)
     block = int(match[3]) if match else 0
-    if match is None or block & (block - 1) or not 8 <= block <= TILE:
+    if match is None or block & (block - 1) or not 8 <= block <= LARGEST_BLOCK:
         raise ValueError(f"unknown codec {name!r:.40}")
     grid = Grid(Scale.ROOT if match[1] == "roots" else Scale.SIGNED, int(match[2]), block)
     return Quantized(name, grid, needs_base=match[1] == "delta")
@@ -149,35 +143,16 @@ class Quantized:
 
     def encode(self, values: Array, dtype: str, base: Array | None) -> bytes | None:
         """See `Codec`. There is no place for other types than `FLOATS`, nor for values at the end of their range."""
-        if dtype not in FLOATS:
+        quantized = quantize(self.grid, values, base) if dtype in FLOATS else None
+        if quantized is None:
             return None
-        with _QUANTIZING, np.errstate(all="ignore"):  # what has no place on the grid shows in the bins
-            return self._encode(values, dtype, base)
-
-    def _encode(self, values: Array, dtype: str, base: Array | None) -> bytes | None:
-        grid, count = self.grid, values.size
-        bins = np.empty(grid.blocks(count), np.float32)
-        codes = np.empty(grid.code_bytes(count), np.uint8)
-        for first in range(0, count, TILE):
-            part = slice(first, min(first + TILE, count))
-            tile = self._tile(values[part], dtype, None if base is None else base[part])
-            if tile is None:
-                return None
-            blocks = slice(grid.blocks(first), grid.blocks(part.stop))
-            quantize(grid, tile, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(part.stop)])
-        largest = _LARGEST_ROOT if grid.scale is Scale.ROOT else _LARGEST
-        if not (bins < largest / np.float32(grid.largest)).all():
-            return None
+        bins, codes = quantized
         return (_base_digest(base) + pack([_planes(bins), codes])).ljust(_least_bytes(values), b"\0")
 
     def decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
         """See `Codec`."""
         if dtype not in FLOATS:
             raise ValueError(f"{self.name}: expected one of {', '.join(FLOATS)}, got {dtype}")
-        with _QUANTIZING, np.errstate(all="ignore"):  # only in what no encoder wrote
-            return self._decode(payload, dtype, count, base)
-
-    def _decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
         expected = _base_digest(base)
         if bytes(payload[: len(expected)]) != expected:
             raise ValueError(
@@ -188,28 +163,8 @@ class Quantized:
         planes, codes = unpack(payload[len(expected) :], [4 * grid.blocks(count), grid.code_bytes(count)])
         bins = np.ascontiguousarray(planes.reshape(4, -1).T).view(np.float32).ravel()
         found = np.empty(count, DTYPES[dtype])
-        tile = np.empty(min(TILE, grid.blocks(count) * grid.block), np.float32)
-        for first in range(0, count, TILE):
-            end = min(first + TILE, count)
-            blocks = slice(grid.blocks(first), grid.blocks(end))
-            values = tile[: (blocks.stop - blocks.start) * grid.block]
-            dequantize(grid, bins[blocks], codes[grid.code_bytes(first) : grid.code_bytes(end)], values)
-            values = values[: end - first]
-            if base is not None:
-                values += _widened(base[first:end], dtype)
-            found[first:end] = _narrowed(values, dtype)
+        dequantize(grid, bins, codes, base, found)
         return found
-
-    def _tile(self, values: Array, dtype: str, base: Array | None) -> Floats | None:
-        """What is quantized, as whole blocks; None if it is too large."""
-        tile = np.zeros(self.grid.blocks(values.size) * self.grid.block, np.float32)
-        used = tile[: values.size]
-        used[...] = _widened(values, dtype)
-        if base is not None:
-            if not max(used.max(), -used.min()) < _LARGEST:
-                return None
-            used -= _widened(base, dtype)
-        return tile
 
 
 def _planes(bins: Floats) -> npt.NDArray[np.uint8]:
@@ -220,20 +175,3 @@ def _planes(bins: Floats) -> npt.NDArray[np.uint8]:
 def _base_digest(base: Array | None) -> bytes:
     """XXH3-64 of the base's elements; empty without a base."""
     return b"" if base is None else xxhash.xxh3_64_digest(np.ascontiguousarray(base).view(np.uint8).data)
-
-
-def _widened(values: Array, dtype: str) -> Floats:
-    """As float32, exactly."""
-    if dtype == "float32":
-        return values  # type: ignore[return-value]
-    words = values.astype(np.uint32)
-    words <<= np.uint32(16)
-    return words.view(np.float32)
-
-
-def _narrowed(values: Floats, dtype: str) -> Array:
-    """As elements of type `dtype`, rounded to the nearest (ties to even)."""
-    if dtype == "float32":
-        return values
-    words = values.view(np.uint32)
-    return ((words + ((words >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)).astype(np.uint16)

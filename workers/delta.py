@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 from storage.records import ElementRange
 from workers.layers import Layer
 from workers.slices import Slice
+from workers.state import PARAM
 
 _RUN = 64
 """Elements of a sampled run: fewer would cost more cache misses than they save in bytes."""
@@ -37,17 +38,27 @@ class _Piece:
     first: int
     count: int
     runs: Tensor | None = None
+    _views: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """By name of the tensor: its address and what `_view` made of it, which takes as long as gathering the runs."""
 
     @property
     def num_rows(self) -> int:
         return -(-self.count // _RUN)
 
-    def rows(self, tensor: Tensor) -> Tensor:
+    def rows(self, name: str, tensor: Tensor) -> Tensor:
         """The piece of `tensor`, which has the parameter's shape: [num_rows, _RUN], in its own dtype."""
-        flat = tensor.view(-1)[self.first :]
+        address, view = self._views.get(name, (None, tensor))
+        if address != tensor.data_ptr():
+            view = self._view(tensor.detach().view(-1)[self.first :])
+            self._views[name] = tensor.data_ptr(), view
         if self.runs is not None:
-            return flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN).index_select(0, self.runs)
-        return functional.pad(flat[: self.count], (0, -self.count % _RUN)).view(-1, _RUN)
+            return view.index_select(0, self.runs)
+        return functional.pad(view, (0, -self.count % _RUN)).view(-1, _RUN)
+
+    def _view(self, flat: Tensor) -> Tensor:
+        if self.runs is None:
+            return flat[: self.count]
+        return flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)
 
 
 class _Batch:
@@ -63,14 +74,14 @@ class _Batch:
         self.layers = [
             (layer, sum(p.num_rows for p in group)) for layer, group in groupby(pieces, key=lambda p: p.layer)
         ]
-        self.reference = torch.cat([piece.rows(piece.parameter) for piece in pieces])
+        self.reference = torch.cat([piece.rows(PARAM, piece.parameter) for piece in pieces])
 
     def rebase(self, layers: Collection[int]) -> None:
         start = 0
         for piece in self.pieces:
             end = start + piece.num_rows
             if piece.layer in layers:
-                self.reference[start:end] = piece.rows(piece.parameter)
+                self.reference[start:end] = piece.rows(PARAM, piece.parameter)
             start = end
 
     def momenta(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
@@ -78,7 +89,8 @@ class _Batch:
         states = [optimizer.state.get(piece.parameter, {}) for piece in self.pieces]
         # The weights stand in for a missing `exp_avg`: whatever they are, the factor makes it NaN.
         rows = [
-            piece.rows(state.get("exp_avg", piece.parameter)) for piece, state in zip(self.pieces, states, strict=True)
+            piece.rows("exp_avg", state.get("exp_avg", piece.parameter))
+            for piece, state in zip(self.pieces, states, strict=True)
         ]
         none = torch.tensor(math.nan, device=self.scales.device)
         steps = torch.stack([state["step"] if "exp_avg" in state else none for state in states])
@@ -88,7 +100,7 @@ class _Batch:
     def sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Scaled sums of each row: [rows, 3], float64, columns as in `DeltaMeter.measure`."""
         reference = self.reference.float()
-        moved = torch.cat([piece.rows(piece.parameter) for piece in self.pieces]).float().sub_(reference)
+        moved = torch.cat([piece.rows(PARAM, piece.parameter) for piece in self.pieces]).float().sub_(reference)
         momenta, corrections = self.momenta(optimizer)
         scales = torch.stack([self.scales, self.scales, -self.scales * corrections], dim=1)
         vecdot = torch.linalg.vecdot

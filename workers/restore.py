@@ -20,7 +20,7 @@ from storage.shard_format import ShardTensor
 from storage.shard_reader import read_chunks
 from workers.layers import Layer
 from workers.slices import cut
-from workers.state import fill, from_numpy, model_base, slice_tensors
+from workers.state import STEP, fill, from_numpy, model_base, slice_tensors
 from workers.together import do_together
 
 PARALLEL_READS = 4
@@ -152,11 +152,11 @@ def distribute(
 ) -> None:
     """Broadcast every object from the rank that read it and fill it in, in place, on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        _fill_alone(plan, share, model, optimizer)
+        return
     assigned = readers(plan, world_size)
     for _, shard in shards_of(plan):
-        if world_size == 1:
-            _fill_from(share.tensors.pop(shard.key), model, optimizer)
-            continue
         entries = index[shard.key]
         size = max((entry.offset + entry.nbytes for entry in entries), default=0)
         if size == 0:
@@ -170,11 +170,23 @@ def distribute(
             fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
 
 
-def _fill_from(chunks: list[ShardTensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _fill_alone(plan: RestorePlan, share: Share, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill straight from the bytes that were read: with nobody to broadcast to, nothing need be packed."""
-    for chunk in chunks:
-        values = from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype)
+    chunks = [
+        (chunk, from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype))
+        for _, shard in shards_of(plan)
+        for chunk in share.tensors.pop(shard.key)
+    ]
+
+    def fill_in(item: tuple[ShardTensor, Tensor]) -> None:
+        chunk, values = item
         fill(model, optimizer, chunk.name, chunk.kind, chunk.first, values)
+
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        list(pool.map(fill_in, [item for item in chunks if item[0].kind != STEP]))
+    for item in chunks:
+        if item[0].kind == STEP:  # of a tensor that is split among layers every part has one: their order matters
+            fill_in(item)
 
 
 def _packed(tensors: list[ShardTensor], entries: list[Entry], size: int) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from storage.codecs import Quantized, codec_named, decode
-from storage.quantize import TILE, Scale
+from storage.quantize import Scale
 from storage.shard_format import DTYPES, MAX_EXPANSION
 
 Array = npt.NDArray[Any]
@@ -95,7 +95,7 @@ def test_quantized_values_stay_within_the_bound(name: str, dtype: str, data: st.
 
 def special_arrays() -> dict[str, Array]:
     rng = np.random.default_rng(5)
-    noise = rng.standard_normal(TILE + 300).astype(np.float32)  # more than a tile, and a tail shorter than a block
+    noise = rng.standard_normal(5_000).astype(np.float32)  # the last block is shorter than the others
     outlier = noise[:1000] * np.float32(1e-6)
     outlier[321] = 1e3
     mixed = noise[:999].copy()
@@ -166,7 +166,7 @@ def test_a_parameter_that_did_not_move_decodes_to_itself() -> None:
 @pytest.mark.parametrize("name", ["blocks-4x16", "roots-8x16", "delta-4x16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_has_no_place_on_the_grid_is_left_to_raw(name: str, bad: float) -> None:
-    values = np.full(TILE + 40, 0.5, np.float32)
+    values = np.full(5_000, 0.5, np.float32)
     values[-1] = bad
     assert codec_named(name).encode(values, "float32", np.zeros_like(values) if "delta" in name else None) is None
 
@@ -258,3 +258,31 @@ def test_a_damaged_payload_is_refused_or_decodes_to_the_right_size(name: str, pl
     payload[place % len(payload)] ^= mask
     with suppress(ValueError, OSError):
         assert decode(memoryview(payload), name, "float32", values.size, base).shape == values.shape
+
+
+def test_a_base_of_another_shape_is_refused() -> None:
+    base = np.zeros(300, np.float32)
+    payload = codec_named("delta-4x256").encode(np.ones(300, np.float32), "float32", base)
+    assert payload is not None
+    short = np.zeros(299, np.float32)
+    with pytest.raises(ValueError, match="expected a base of 300"):
+        codec_named("delta-4x256").encode(np.ones(300, np.float32), "float32", short)
+    longer = codec_named("delta-4x256").encode(short, "float32", short)
+    assert longer is not None
+    with pytest.raises(ValueError, match="expected a base of 300"):
+        decode(memoryview(longer[:8] + payload[8:]), "delta-4x256", "float32", 300, short)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_may_be_read_only_and_lie_anywhere(dtype: str) -> None:
+    """As views of Ray's object store and of the bytes of a file do."""
+    values = of_float32(np.random.default_rng(4).standard_normal(700).astype(np.float32), dtype)
+    base = of_float32(np.random.default_rng(5).standard_normal(700).astype(np.float32), dtype)
+    codec = codec_named("delta-4x256")
+    payload = codec.encode(values, dtype, base)
+    odd = np.frombuffer(b"x" + values.tobytes() + base.tobytes(), np.uint8)[1:].view(values.dtype)
+    assert not odd.flags.aligned
+    assert codec.encode(odd[:700], dtype, odd[700:]) == payload
+    assert payload is not None
+    found = codec.decode(memoryview(b"x" + payload)[1:], dtype, 700, odd[700:])
+    assert found.tobytes() == codec.decode(memoryview(payload), dtype, 700, base).tobytes()

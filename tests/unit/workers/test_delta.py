@@ -209,3 +209,18 @@ def test_a_nan_weight_shows() -> None:
     drifts = [of_layer.drift for of_layer in layer_sums(meter.measure())]
     assert math.isnan(drifts[-1])
     assert drifts[:-1] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 1 / 8])
+def test_tensors_may_move_in_memory(fraction: float) -> None:
+    model = wide()
+    optimizer = build_optimizer(model, OPTIONS)
+    meter = meters(model, optimizer, 1, fraction)[0]
+    reference = weights(model)
+    meter.measure()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+        optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+    disturb(model, optimizer)
+    exact = torch.tensor(formula(model, optimizer, reference), dtype=torch.float64)
+    torch.testing.assert_close(meter.measure(), exact, rtol=1e-4 if fraction == 1 else 0.07, atol=0)
