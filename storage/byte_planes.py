@@ -4,7 +4,7 @@ The exponents of weights and moments are alike, their mantissas are noise: plane
 behind the mantissa, so that the exponent fills a plane of its own.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +13,14 @@ from storage.parts import pack, unpack
 
 Array = npt.NDArray[np.generic]
 
-_WORDS: Mapping[int, "np.dtype[np.unsignedinteger]"] = {
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
-
 
 def encode_planes(values: Array, *, signed: bool) -> bytes:
     """Payload of `values` (1-D, contiguous); `signed` if the highest bit of its elements is a sign."""
-    width = values.dtype.itemsize
-    if signed:
-        values = _rotated(values.view(_WORDS[width]), left=1)
-    planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T)
+    if values.itemsize == 1:
+        return pack([values.view(np.uint8)])
+    split, _ = _kernels(values.itemsize)
+    planes = np.empty((values.itemsize, values.size), np.uint8)
+    split(values.view(f"<u{values.itemsize}"), int(signed), tuple(planes))
     return pack(list(planes))
 
 
@@ -35,16 +30,16 @@ def decode_planes(payload: memoryview, dtype: "np.dtype[np.generic]", count: int
     Raises:
         ValueError, OSError: as `storage.parts.unpack`.
     """
-    width = dtype.itemsize
-    elements = np.empty((count, width), np.uint8)
-    for place, plane in enumerate(unpack(payload, [count] * width)):
-        elements[:, place] = plane
-    words = elements.reshape(-1)
-    return (_rotated(words.view(_WORDS[width]), left=8 * width - 1) if signed else words).view(dtype)
+    planes = unpack(payload, [count] * dtype.itemsize)
+    if dtype.itemsize == 1:
+        return planes[0].view(dtype).copy()
+    _, join = _kernels(dtype.itemsize)
+    words = np.empty(count, f"<u{dtype.itemsize}")
+    join(tuple(planes), int(signed), words)
+    return words.view(dtype)
 
 
-def _rotated(words: npt.NDArray[np.unsignedinteger], *, left: int) -> npt.NDArray[np.unsignedinteger]:
-    bits = 8 * words.dtype.itemsize
-    rotated = words << words.dtype.type(left)
-    rotated |= words >> words.dtype.type(bits - left)
-    return rotated
+def _kernels(width: int) -> Any:
+    from storage.plane_kernels import kernels  # noqa: PLC0415 - numba, see `storage.compiled`
+
+    return kernels(width)

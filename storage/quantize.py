@@ -79,7 +79,7 @@ def dequantize(grid: Grid, bins: Floats, codes: Bytes, base: Array | None, value
 
 
 def _kernels(words: Array) -> Any:
-    from storage.quantize_kernels import kernels  # noqa: PLC0415 - numba: 0.3 s and 60 MB that others need not pay
+    from storage.quantize_kernels import kernels  # noqa: PLC0415 - numba, see `storage.compiled`
 
     return kernels(words.itemsize)
 

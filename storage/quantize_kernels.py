@@ -1,8 +1,6 @@
-"""The loops of block quantization, compiled by numba: see `storage.quantize`, which checks what these do not.
+"""The loops of block quantization, see `storage.quantize`, which checks what these do not.
 
-A machine compiles them at their first use, in some seconds; the result is kept beside this file, or in the user's
-cache. They run without the interpreter's lock. Elements come as words: float32 as uint32; bfloat16 as uint16, the upper
-half of a float32, with a `shift` of 16.
+Elements come as words: float32 as uint32; bfloat16 as uint16, the upper half of a float32, with a `shift` of 16.
 """
 
 from collections.abc import Callable
@@ -11,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
+
+from storage.compiled import compiled, inlined, only_read
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -28,22 +28,14 @@ _NO_SIGN = np.uint32(0x7FFFFFFF)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
-def _read(of: Any) -> Any:
-    """A 1-D array that is only read: it may be write-protected and need not be aligned."""
-    return types.Array(of, 1, "C", readonly=True, aligned=False)
-
-
-_inlined = njit(inline="always", error_model="numpy")
-
-
-@_inlined
+@inlined
 def _widen(words: Words, shift: int, bit_patterns: Words) -> None:
     """Elements as float32, exactly."""
     for place in range(words.size):
         bit_patterns[place] = np.uint32(words[place]) << np.uint32(shift)
 
 
-@_inlined
+@inlined
 def _narrow(bit_patterns: Words, shift: int, words: Words) -> None:
     """Floats as elements, rounded to the nearest (ties to even)."""
     for place in range(words.size):
@@ -53,7 +45,7 @@ def _narrow(bit_patterns: Words, shift: int, words: Words) -> None:
         words[place] = pattern
 
 
-@_inlined
+@inlined
 def _top(bit_patterns: Words, mask: np.uint32) -> np.uint32:
     """Largest of the masked bit patterns: the order of floats that are not negative."""
     top = np.uint32(0)
@@ -62,7 +54,7 @@ def _top(bit_patterns: Words, mask: np.uint32) -> np.uint32:
     return np.uint32(top)
 
 
-@_inlined
+@inlined
 def _to_whole(values: Floats, top: np.float32, is_root: bool, largest: np.float32, whole: Bytes) -> np.float32:
     """A block, or its roots, as whole numbers (`whole`: from 0 on) of bins; returns the bin. Overwrites `values`."""
     offset = _TO_WHOLE if is_root else _TO_WHOLE + largest
@@ -80,7 +72,7 @@ def _to_whole(values: Floats, top: np.float32, is_root: bool, largest: np.float3
     return bin
 
 
-@_inlined
+@inlined
 def _sum(terms: Floats) -> np.float32:
     """Sum of a power of two of terms, in an order that is the same on every processor; overwrites them."""
     half = terms.size // 2
@@ -91,7 +83,7 @@ def _sum(terms: Floats) -> np.float32:
     return np.float32(terms[0])
 
 
-@_inlined
+@inlined
 def _to_signs(values: Floats, top: np.float32, sizes: Floats, whole: Bytes) -> np.float32:
     """A block as signs and zeros (`whole`: 0, 1, 2 for -1, 0, 1) times one magnitude, which is returned.
 
@@ -111,7 +103,7 @@ def _to_signs(values: Floats, top: np.float32, sizes: Floats, whole: Bytes) -> n
     return max(top * min(squares / max(_sum(sizes), _LEAST_BIN), _ONE), _LEAST_BIN)
 
 
-@_inlined
+@inlined
 def _pack_bits(whole: Bytes, bits: int, packed: Bytes) -> None:
     """Low `bits` of each element of a block; byte i of a block of w bytes holds elements i, i + w, i + 2w, ..."""
     packed[:] = whole[: packed.size]
@@ -120,7 +112,7 @@ def _pack_bits(whole: Bytes, bits: int, packed: Bytes) -> None:
             packed[place] |= whole[part * packed.size + place] << np.uint8(part * bits)
 
 
-@_inlined
+@inlined
 def _unpack_bits(packed: Bytes, bits: int, values: Floats) -> None:
     mask = np.uint8((1 << bits) - 1)
     for part in range(8 // bits):
@@ -198,15 +190,8 @@ _GRID = (types.boolean, types.int64, types.int64)  # is_root, bits, block
 def kernels(width: int) -> tuple[Callable[..., bool], Callable[..., None]]:
     """`_quantize` and `_dequantize` for elements of `width` bytes."""
     word: Any = {2: types.uint16, 4: types.uint32}[width]
-    source = (_read(word), types.int64)  # with its shift
+    source = (only_read(word), types.int64)  # with its shift
     return (
-        _compiled(_quantize, types.boolean(_read(word), *source, *_GRID, types.float32[::1], types.uint8[::1])),
-        _compiled(_dequantize, types.void(_read(types.float32), _read(types.uint8), *_GRID, *source, word[::1])),
+        compiled(_quantize, types.boolean(only_read(word), *source, *_GRID, types.float32[::1], types.uint8[::1])),
+        compiled(_dequantize, types.void(only_read(types.float32), only_read(types.uint8), *_GRID, *source, word[::1])),
     )
-
-
-def _compiled(function: Callable[..., Any], signature: Any) -> Any:
-    try:
-        return njit(signature, cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder can be written: every process compiles for itself
-        return njit(signature, nogil=True, error_model="numpy")(function)
