@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("ray", "torch", "transformers", "pyarrow", "s3fs", "pydantic", "numpy")
+PACKAGES = ("ray", "torch", "transformers", "pyarrow", "s3fs", "pydantic", "numpy", "numba")
 
 
 def write_record(name: str, values: dict[str, Any]) -> Path:
