@@ -1,5 +1,8 @@
 """Codecs: `planes` is exact; quantized values stay within their bounds; nothing hostile is decoded."""
 
+import os
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -286,3 +289,14 @@ def test_arrays_may_be_read_only_and_lie_anywhere(dtype: str) -> None:
     assert payload is not None
     found = codec.decode(memoryview(b"x" + payload)[1:], dtype, 700, odd[700:])
     assert found.tobytes() == codec.decode(memoryview(payload), dtype, 700, base).tobytes()
+
+
+def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
+    program = "import numpy as np; from storage.byte_planes import *; encode_planes(np.ones(9), signed=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "NUMBA_CACHE_DIR": "/proc/none"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
