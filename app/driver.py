@@ -71,7 +71,8 @@ def run_job(spec: JobSpec, *, takeover: bool = False, console: Console) -> RunOu
 
     Raises:
         SpecError, StoreError, RunLiveError: it cannot be started; nothing was started and nothing written.
-        LayerCheckError: the CheckpointActor could not start, was fenced as it did, or the export cannot be written.
+        LayerCheckError: Ray or the CheckpointActor could not start, that was fenced as it did, or the export cannot be
+            written.
     """
     resolved = resolve_paths(spec)
     check_spec(resolved)
@@ -109,12 +110,22 @@ def _ray(spec: JobSpec) -> Iterator[None]:
         _join(os.environ["RAY_ADDRESS"], quiet)
     else:
         cpus = max(os.cpu_count() or 1, int(spec.scaling.workers * spec.scaling.cpus_per_worker + 0.999))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        _start(num_cpus=cpus, include_dashboard=False, **quiet)
     try:
         with interruptible():
             yield
     finally:
         ray.shutdown()
+
+
+def _start(**options: Any) -> None:
+    try:
+        ray.init(address="local", **options)
+    except Exception as error:  # Ray raises OSError, ValueError, RuntimeError and bare ones
+        raise LayerCheckError(
+            f"Ray could not be started on this machine: {' '.join(str(error).split())[:300]}; "
+            "mend that, or free processor time and memory, and run the same command again"
+        ) from error
 
 
 def _join(address: str, quiet: dict[str, Any]) -> None:

@@ -160,6 +160,15 @@ def test_an_address_without_a_cluster_is_refused(
     assert_says(line, "RAY_ADDRESS: expected the address of a running Ray cluster, got '127.0.0.1:9', where nothing")
 
 
+def test_a_machine_on_which_ray_does_not_start_says_why(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(here / ("too long for the path of a socket" * 3)))
+    assert cli.main(["run", "job.yaml"]) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert_says(line, "error: Ray could not be started on this machine: .*107 bytes.*; mend that")
+
+
 def test_a_missing_spec_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_says(refused(here, capsys, "run", "none.yaml"), "none.yaml: no such file; expected the path of a job spec")
 
