@@ -5,9 +5,12 @@ no bounds: their callers do. numba takes 0.3 s to import and 60 MB, so modules w
 first needed.
 """
 
+import hashlib
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+from llvmlite import binding
 from numba import njit, types
 
 inlined = njit(inline="always", error_model="numpy")
@@ -17,9 +20,22 @@ inlined = njit(inline="always", error_model="numpy")
 def compiled(function: Callable[..., Any], signature: Any) -> Any:
     """`function`, compiled for the argument types of `signature`."""
     try:
-        return njit(signature, cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder can be written: every process compiles for itself
+        return njit(signature, cache=True, nogil=True, error_model="numpy")(_on_its_own(function, signature))
+    except Exception:  # noqa: BLE001 - no folder can be written, or a kept file is torn: compiled for this process alone
         return njit(signature, nogil=True, error_model="numpy")(function)
+
+
+def _on_its_own(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """A copy of `function` with a name of its own for each signature and processor.
+
+    numba keeps one index of compiled code a name. Two processes that add to it at once both take the next free file,
+    and from then on every process would get the one's code for the other's signature.
+    """
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(function.__code__, function.__globals__)
+    copy.__qualname__ += "_" + hashlib.sha256(f"{signature} {processor}".encode()).hexdigest()[:16]
+    return copy
 
 
 def only_read(element: Any) -> Any:

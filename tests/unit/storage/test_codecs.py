@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,12 +292,29 @@ def test_arrays_may_be_read_only_and_lie_anywhere(dtype: str) -> None:
     assert found.tobytes() == codec.decode(memoryview(payload), dtype, 700, base).tobytes()
 
 
-def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
-    program = "import numpy as np; from storage.byte_planes import *; encode_planes(np.ones(9), signed=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "NUMBA_CACHE_DIR": "/proc/none"},
-        capture_output=True,
-        text=True,
-    )
+ENCODE_PLANES = """
+import numpy as np
+from storage.byte_planes import encode_planes
+for dtype in np.float32, np.float64:
+    encode_planes(np.ones(9, dtype), signed=True)
+"""
+
+
+def encode_with_loops_kept_in(folder: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", ENCODE_PLANES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
+    encode_with_loops_kept_in(Path("/proc/none"))
+
+
+def test_compiled_loops_are_kept_and_what_is_torn_is_compiled_anew(tmp_path: Path) -> None:
+    encode_with_loops_kept_in(tmp_path)
+    indices = list(tmp_path.rglob("*.nbi"))
+    # Each in an index of its own: numba loses track of what two processes add to one at the same time.
+    assert len(indices) == len(list(tmp_path.rglob("*.nbc"))) == 4
+    for index in indices:
+        os.truncate(index, 0)
+    encode_with_loops_kept_in(tmp_path)
