@@ -4,6 +4,7 @@ The exponents of weights and moments are alike, their mantissas are noise: plane
 behind the mantissa, so that the exponent fills a plane of its own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,22 @@ def encode_planes(values: Array, *, signed: bool) -> bytes:
     return pack(list(planes))
 
 
-def decode_planes(payload: memoryview, dtype: "np.dtype[np.generic]", count: int, *, signed: bool) -> Array:
-    """Inverse of `encode_planes`: `count` elements of type `dtype`.
+def open_planes(payload: memoryview, width: int, count: int, *, signed: bool) -> Callable[[Array], None]:
+    """Inverse of `encode_planes`: returns what fills an array of `count` elements of `width` bytes.
 
     Raises:
         ValueError, OSError: as `storage.parts.unpack`.
     """
-    planes = unpack(payload, [count] * dtype.itemsize)
-    if dtype.itemsize == 1:
-        return planes[0].view(dtype).copy()
-    _, join = _kernels(dtype.itemsize)
-    words = np.empty(count, f"<u{dtype.itemsize}")
-    join(tuple(planes), int(signed), words)
-    return words.view(dtype)
+    planes = unpack(payload, [count] * width)
+
+    def fill(target: Array) -> None:
+        if width == 1:
+            np.copyto(target.view(np.uint8), planes[0])
+        else:
+            _, join = _kernels(width)
+            join(tuple(planes), int(signed), target.view(f"<u{width}"))
+
+    return fill
 
 
 def _kernels(width: int) -> Any:

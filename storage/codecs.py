@@ -17,14 +17,14 @@ digest a `delta` payload begins with.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from storage.byte_planes import decode_planes, encode_planes
+from storage.byte_planes import encode_planes, open_planes
 from storage.parts import pack, unpack
 from storage.quantize import LARGEST_BLOCK, Floats, Grid, Scale, dequantize, quantize
 from storage.shard_format import CODEC_RAW, DTYPES, MAX_EXPANSION, ShardTensor
@@ -36,6 +36,9 @@ Base = Callable[[str, int, int], Array]
 
 It raises ValueError or KeyError if it knows no such parameter.
 """
+
+Fill = Callable[[Array], None]
+"""Puts the elements of a payload into a writable, contiguous array of their number and type; nothing can fail then."""
 
 FLOATS = ("float32", "bfloat16")
 """Types that can be quantized."""
@@ -72,8 +75,11 @@ class Codec(Protocol):
         `base` has the same shape and type; it is given exactly if `needs_base`.
         """
 
-    def decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
-        """The `count` elements that `payload` holds, as a new array.
+    def open(self, payload: memoryview, dtype: str, count: int, base: Callable[[], Array] | None) -> Fill:
+        """Check that `payload` holds `count` elements, uncompress it, and return what decodes them.
+
+        `base` gives the base's elements: it is asked at once and again by what is returned, whose target may be the
+        very memory that holds the base.
 
         Raises:
             ValueError, OSError: it does not hold them, or was encoded against another base.
@@ -97,20 +103,43 @@ def codec_named(name: str) -> Codec:
     return Quantized(name, grid, needs_base=match[1] == "delta")
 
 
+def open_payload(payload: memoryview, codec: str, dtype: str, count: int, base: Callable[[], Array] | None) -> Fill:
+    """As `Codec.open`, for any row.
+
+    Raises:
+        ValueError, OSError: as `Codec.open`; or the elements would be more than `MAX_EXPANSION` times the payload.
+    """
+    size = count * DTYPES[dtype].itemsize
+    if codec == CODEC_RAW:
+        return partial(_copy, _raw(payload, dtype, count))
+    if size > len(payload) * MAX_EXPANSION:
+        raise ValueError(f"expected at most {len(payload) * MAX_EXPANSION} bytes of elements, got {size}")
+    return codec_named(codec).open(payload, dtype, count, base)
+
+
 def decode(payload: memoryview, codec: str, dtype: str, count: int, base: Array | None) -> Array:
     """Elements of a row; those of a `raw` one are a view of the payload, perhaps not aligned.
 
     Raises:
-        ValueError, OSError: as `Codec.decode`; or the elements would be more than `MAX_EXPANSION` times the payload.
+        ValueError, OSError: as `open_payload`.
     """
-    size = count * DTYPES[dtype].itemsize
     if codec == CODEC_RAW:
-        if len(payload) != size:
-            raise ValueError(f"expected {size} bytes of elements, got {len(payload)}")
-        return np.frombuffer(payload, DTYPES[dtype])
-    if size > len(payload) * MAX_EXPANSION:
-        raise ValueError(f"expected at most {len(payload) * MAX_EXPANSION} bytes of elements, got {size}")
-    return codec_named(codec).decode(payload, dtype, count, base)
+        return _raw(payload, dtype, count)
+    fill = open_payload(payload, codec, dtype, count, None if base is None else lambda: base)
+    found = np.empty(count, DTYPES[dtype])
+    fill(found)
+    return found
+
+
+def _raw(payload: memoryview, dtype: str, count: int) -> Array:
+    size = count * DTYPES[dtype].itemsize
+    if len(payload) != size:
+        raise ValueError(f"expected {size} bytes of elements, got {len(payload)}")
+    return np.frombuffer(payload, DTYPES[dtype])
+
+
+def _copy(values: Array, target: Array) -> None:
+    np.copyto(target.view(np.uint8), values.view(np.uint8))  # as bytes: what is not aligned would go by elements
 
 
 def _least_bytes(values: Array) -> int:
@@ -128,9 +157,9 @@ class Planes:
         """See `Codec`."""
         return encode_planes(values, signed=dtype in _SIGNED_TYPES).ljust(_least_bytes(values), b"\0")
 
-    def decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
+    def open(self, payload: memoryview, dtype: str, count: int, base: Callable[[], Array] | None) -> Fill:
         """See `Codec`."""
-        return decode_planes(payload, DTYPES[dtype], count, signed=dtype in _SIGNED_TYPES)
+        return open_planes(payload, DTYPES[dtype].itemsize, count, signed=dtype in _SIGNED_TYPES)
 
 
 @dataclass(frozen=True)
@@ -149,11 +178,11 @@ class Quantized:
         bins, codes = quantized
         return (_base_digest(base) + pack([_planes(bins), codes])).ljust(_least_bytes(values), b"\0")
 
-    def decode(self, payload: memoryview, dtype: str, count: int, base: Array | None) -> Array:
+    def open(self, payload: memoryview, dtype: str, count: int, base: Callable[[], Array] | None) -> Fill:
         """See `Codec`."""
         if dtype not in FLOATS:
             raise ValueError(f"{self.name}: expected one of {', '.join(FLOATS)}, got {dtype}")
-        expected = _base_digest(base)
+        expected = _base_digest(base() if base else None)
         if bytes(payload[: len(expected)]) != expected:
             raise ValueError(
                 f"{self.name}: encoded against another base version than this model's; "
@@ -161,10 +190,12 @@ class Quantized:
             )
         grid = self.grid
         planes, codes = unpack(payload[len(expected) :], [4 * grid.blocks(count), grid.code_bytes(count)])
-        bins = np.ascontiguousarray(planes.reshape(4, -1).T).view(np.float32).ravel()
-        found = np.empty(count, DTYPES[dtype])
-        dequantize(grid, bins, codes, base, found)
-        return found
+
+        def fill(target: Array) -> None:
+            bins = np.ascontiguousarray(planes.reshape(4, -1).T).view(np.float32).ravel()
+            dequantize(grid, bins, codes, base() if base else None, target)
+
+        return fill
 
 
 def _planes(bins: Floats) -> npt.NDArray[np.uint8]:

@@ -1,7 +1,9 @@
 """Reads shards, see `storage.shard_format`. Stored bytes are not trusted, bounded before use, and never executed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from storage.arrow_file import parsing, read_record_batch, record_batch_blocks
-from storage.codecs import Base, Codec, codec_named, decode
+from storage.codecs import Base, Codec, Fill, codec_named, decode, open_payload
 from storage.errors import CorruptObjectError, LayerCheckError
 from storage.object_store import ObjectStore
 from storage.shard_format import (
@@ -66,27 +68,44 @@ def read_shard(store: ObjectStore, key: str, bytes: int, digest: str, base: Base
     return Shard(shard.meta, tensors)
 
 
-def read_chunks(store: ObjectStore, key: str, bytes: int, digest: str, base: Base | None = None) -> Shard:
-    """Read and verify a whole shard, as `read_shard`, but leave its tensors in chunks: so nothing is copied.
+@dataclass(frozen=True, eq=False)
+class StoredChunk:
+    """Elements `[first, first + count)` of one flattened tensor, verified and yet to be decoded; see `ShardTensor`."""
 
-    Returns:
-        The shard, with a `ShardTensor` for each chunk; arrays are read-only, and those stored raw are views of the
-        bytes read, which may not be aligned.
+    name: str
+    kind: str
+    dtype: str
+    first: int
+    count: int
+    fill: Fill
+
+    @property
+    def bytes(self) -> int:
+        """Size of the elements."""
+        return self.count * DTYPES[self.dtype].itemsize
+
+
+def read_chunks(
+    store: ObjectStore, key: str, bytes: int, digest: str, base: Base | None = None
+) -> tuple[ShardMeta, list[StoredChunk]]:
+    """Read and verify a whole shard, as `read_shard`, but decode nothing: that is left to who knows the place.
+
+    `base` is asked when the shard is read, and again when its chunks are decoded.
     """
     with _whole(store, key, bytes, digest) as (shard, rows):
-        chunks = tuple(
-            ShardTensor(
+        chunks = [
+            StoredChunk(
                 tensor.name,
                 tensor.kind,
                 tensor.dtype,
                 chunk.first,
                 chunk.count,
-                _decoded(key, tensor, rows[chunk.batch, chunk.row], chunk, base),
+                _opened(key, tensor, rows[chunk.batch, chunk.row], chunk, base),
             )
             for tensor in shard.index.tensors
             for chunk in tensor.chunks
-        )
-    return Shard(shard.meta, chunks)
+        ]
+    return shard.meta, chunks
 
 
 def check_shard(store: ObjectStore, key: str, bytes: int, digest: str) -> None:
@@ -217,15 +236,26 @@ def _join(key: str, tensor: TensorIndex, rows: list[_Row], chunks: tuple[Chunk, 
 
 
 def _decoded(key: str, tensor: TensorIndex, row: _Row, chunk: Chunk, base: Base | None) -> npt.NDArray[np.generic]:
-    codec = _check_row(key, tensor, row, chunk)
-    values = None
-    if codec is not None and codec.needs_base:
-        if base is None:
-            raise LayerCheckError(
-                f"{key}: expected the base version to decode {codec.name}, got none; please report this"
-            )
-        values = base(tensor.name, chunk.first, chunk.count)
+    elements = _base_elements(key, tensor, row, chunk, base)
+    values = elements() if elements else None
     return decode(memoryview(row.payload), row.fields[-1], tensor.dtype, chunk.count, values)
+
+
+def _opened(key: str, tensor: TensorIndex, row: _Row, chunk: Chunk, base: Base | None) -> Fill:
+    elements = _base_elements(key, tensor, row, chunk, base)
+    return open_payload(memoryview(row.payload), row.fields[-1], tensor.dtype, chunk.count, elements)
+
+
+def _base_elements(
+    key: str, tensor: TensorIndex, row: _Row, chunk: Chunk, base: Base | None
+) -> Callable[[], npt.NDArray[np.generic]] | None:
+    """What gives the base's elements of a row, None if its codec needs none; raises unless the index says the same."""
+    codec = _check_row(key, tensor, row, chunk)
+    if codec is None or not codec.needs_base:
+        return None
+    if base is None:
+        raise LayerCheckError(f"{key}: expected the base version to decode {codec.name}, got none; please report this")
+    return partial(base, tensor.name, chunk.first, chunk.count)
 
 
 def _check_row(key: str, tensor: TensorIndex, row: _Row, chunk: Chunk) -> Codec | None:

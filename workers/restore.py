@@ -1,8 +1,12 @@
-"""Restore of a composite: each object is read once per cluster, verified, broadcast and filled in place."""
+"""Restore of a composite: each object is read once per cluster, verified, decoded, broadcast and filled in place.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+What is read waits encoded until everything is verified. Then it is decoded where it belongs: a lone rank's into the
+live tensors, else into the buffer that is broadcast, a few objects ahead. So no rank ever holds a second state.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,11 +20,11 @@ from storage.errors import CorruptObjectError, ObjectNotFoundError, StoreError
 from storage.messages import RestorePlan
 from storage.object_store import ObjectStore
 from storage.records import ShardRef
-from storage.shard_format import ShardTensor
-from storage.shard_reader import read_chunks
+from storage.shard_format import DTYPES
+from storage.shard_reader import StoredChunk, read_chunks
 from workers.layers import Layer
 from workers.slices import cut
-from workers.state import STEP, fill, from_numpy, model_base, slice_tensors
+from workers.state import fill, from_numpy, model_base, part_of, slice_tensors, to_numpy
 from workers.together import do_together
 
 PARALLEL_READS = 4
@@ -29,7 +33,7 @@ _ALIGNMENT = 16  # a tensor's bytes inside a broadcast buffer must be viewable a
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor run inside a shard's broadcast buffer."""
+    """One chunk inside a shard's broadcast buffer."""
 
     name: str
     kind: str
@@ -37,14 +41,14 @@ class Entry:
     first: int
     count: int
     offset: int
-    nbytes: int
+    bytes: int
 
 
 @dataclass
 class Share:
-    """What one rank has read of a plan: verified chunks of tensors by object key, and what is wrong with a layer."""
+    """What one rank has read of a plan: verified chunks by object key, and what is wrong with a layer."""
 
-    tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
+    chunks: dict[str, list[StoredChunk]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
     outage: str | None = None
     """What the store said when it did not let an object be read that may well be there."""
@@ -80,8 +84,8 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
     def read(item: tuple[str, ShardRef]) -> None:
         layer, shard = item
         try:
-            kept = share.tensors.get(shard.key)
-            result.tensors[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard, base)
+            kept = share.chunks.get(shard.key)
+            result.chunks[shard.key] = kept if kept is not None else _read_checked(store, plan, layer, shard, base)
         except (CorruptObjectError, ObjectNotFoundError) as error:
             result.bad[layer] = str(error)
         except StoreError as error:
@@ -92,29 +96,29 @@ def read_share(store: ObjectStore, plan: RestorePlan, rank: int, world_size: int
     return result
 
 
-def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef, base: Base) -> list[ShardTensor]:
-    shard = read_chunks(store, ref.key, ref.bytes, ref.digest, base)
+def _read_checked(store: ObjectStore, plan: RestorePlan, layer: str, ref: ShardRef, base: Base) -> list[StoredChunk]:
+    meta, chunks = read_chunks(store, ref.key, ref.bytes, ref.digest, base)
     version = plan.layers[layer].ref
-    said = (shard.meta.layer, shard.meta.step, shard.meta.epoch, shard.meta.attempt, shard.meta.rank)
+    said = (meta.layer, meta.step, meta.epoch, meta.attempt, meta.rank)
     expected = (layer, version.step, version.epoch, version.attempt, ref.rank)
     if said != expected:
         raise CorruptObjectError(
             f"{ref.key}: expected the shard of (layer, step, epoch, attempt, rank) {expected}, got {said}; "
             "bring the object back from a copy"
         )
-    return list(shard.tensors)
+    return chunks
 
 
 def index_of(share: Share) -> dict[str, list[Entry]]:
     """Layout of the broadcast buffer of each object this rank has read."""
-    return {key: list(_entries(tensors)) for key, tensors in share.tensors.items()}
+    return {key: list(_entries(chunks)) for key, chunks in share.chunks.items()}
 
 
-def _entries(tensors: list[ShardTensor]) -> Iterator[Entry]:
+def _entries(chunks: list[StoredChunk]) -> Iterator[Entry]:
     offset = 0
-    for t in tensors:
-        yield Entry(t.name, t.kind, t.dtype, t.first, t.count, offset, t.data.nbytes)
-        offset += -(-t.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+    for chunk in chunks:
+        yield Entry(chunk.name, chunk.kind, chunk.dtype, chunk.first, chunk.count, offset, chunk.bytes)
+        offset += -(-chunk.bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def uncovered(
@@ -124,7 +128,7 @@ def uncovered(
     optimizer: torch.optim.Optimizer,
     index: dict[str, list[Entry]],
 ) -> dict[str, str]:
-    """Layers whose shards together do not hold every element of the layer state exactly once."""
+    """Layers whose shards together do not hold every element of the layer state exactly once, and nothing else."""
     bad = {}
     for name, planned in plan.layers.items():
         if planned.manifest is None:
@@ -135,10 +139,12 @@ def uncovered(
                 runs[entry.name, entry.kind].append((entry.first, entry.count))
         for part in slice_tensors(cut(layers[name], model, 0, 1), layers[name], model, optimizer):
             end = part.first
-            for first, count in sorted(runs[part.name, part.kind]):
+            for first, count in sorted(runs.pop((part.name, part.kind), [])):
                 end = first + count if first == end else -1
             if end != part.first + part.tensor.numel():
                 bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {part.name} ({part.kind})"
+        for other, kind in runs:
+            bad[name] = f"{planned.ref.manifest_key}: {other} ({kind}) is no part of {name}"
     return bad
 
 
@@ -156,48 +162,64 @@ def distribute(
         _fill_alone(plan, share, model, optimizer)
         return
     assigned = readers(plan, world_size)
-    for _, shard in shards_of(plan):
-        entries = index[shard.key]
-        size = max((entry.offset + entry.nbytes for entry in entries), default=0)
-        if size == 0:
-            continue
-        if assigned[shard.key] == rank:
-            buffer = _packed(share.tensors.pop(shard.key), entries, size).to(device)
-        else:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        dist.broadcast(buffer, src=assigned[shard.key])
-        for entry in entries:
-            fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
+    sizes = {key: max((entry.offset + entry.bytes for entry in entries), default=0) for key, entries in index.items()}
+    keys = [shard.key for _, shard in shards_of(plan) if sizes[shard.key] > 0]
+
+    def packed(key: str) -> Tensor:
+        return _packed(share.chunks.pop(key), index[key], sizes[key])
+
+    with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        own = _ahead(pool, packed, [key for key in keys if assigned[key] == rank])
+        for key in keys:
+            if assigned[key] == rank:
+                buffer = next(own).to(device)
+            else:
+                buffer = torch.empty(sizes[key], dtype=torch.uint8, device=device)
+            dist.broadcast(buffer, src=assigned[key])
+            for entry in index[key]:
+                fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
+
+
+def _ahead(pool: ThreadPoolExecutor, work: Callable[[str], Tensor], keys: Sequence[str]) -> Iterator[Tensor]:
+    """Results of `work` in the order of `keys`; as many as the pool has threads are made ahead."""
+    coming = deque[Future[Tensor]]()
+    for key in keys:
+        coming.append(pool.submit(work, key))
+        if len(coming) > PARALLEL_READS:
+            yield coming.popleft().result()
+    while coming:
+        yield coming.popleft().result()
 
 
 def _fill_alone(plan: RestorePlan, share: Share, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill straight from the bytes that were read: with nobody to broadcast to, nothing need be packed."""
-    chunks = [
-        (chunk, from_numpy(np.require(chunk.data, requirements="A"), chunk.dtype))
+    """With nobody to broadcast to, decode straight into the live tensors."""
+    # What a tensor that is split among layers has only once (`step`) comes with each part: that of the newest counts.
+    newest = {
+        (chunk.name, chunk.kind, chunk.first): chunk
         for _, shard in shards_of(plan)
-        for chunk in share.tensors.pop(shard.key)
-    ]
+        for chunk in share.chunks.pop(shard.key)
+    }
 
-    def fill_in(item: tuple[ShardTensor, Tensor]) -> None:
-        chunk, values = item
-        fill(model, optimizer, chunk.name, chunk.kind, chunk.first, values)
+    def fill_in(chunk: StoredChunk) -> None:
+        part = part_of(model, optimizer, chunk.name, chunk.kind, chunk.first, chunk.count, chunk.dtype)
+        values = to_numpy(part if part.is_cpu else torch.empty_like(part, device="cpu"))
+        chunk.fill(values)
+        if not part.is_cpu:
+            part.copy_(from_numpy(values, chunk.dtype))
 
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        list(pool.map(fill_in, [item for item in chunks if item[0].kind != STEP]))
-    for item in chunks:
-        if item[0].kind == STEP:  # of a tensor that is split among layers every part has one: their order matters
-            fill_in(item)
+        list(pool.map(fill_in, newest.values()))
 
 
-def _packed(tensors: list[ShardTensor], entries: list[Entry], size: int) -> Tensor:
+def _packed(chunks: list[StoredChunk], entries: list[Entry], size: int) -> Tensor:
     packed = np.empty(size, dtype=np.uint8)
-    for tensor, entry in zip(tensors, entries, strict=True):
-        packed[entry.offset : entry.offset + entry.nbytes] = tensor.data.view(np.uint8)
+    for chunk, entry in zip(chunks, entries, strict=True):
+        chunk.fill(packed[entry.offset : entry.offset + entry.bytes].view(DTYPES[chunk.dtype]))
     return torch.from_numpy(packed)
 
 
 def _values(buffer: Tensor, entry: Entry) -> Tensor:
-    return buffer[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
+    return buffer[entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype))
 
 
 Ask = Callable[[dict[str, str], str | None], RestorePlan | None]
@@ -215,7 +237,7 @@ def restore(
 ) -> RestorePlan:
     """Bring model and optimizer to the composite of `plan`, or of a plan that replaces it when objects are unreadable.
 
-    The model must hold the base version: codec `delta` decodes against it, before anything is filled.
+    The model must hold the base version: codec `delta` decodes each element against it, just before it is filled.
     `group` is a CPU group for the ranks' small messages. `ask` tells the CheckpointActor, from all ranks, which layers
     are unreadable, or that the store fails; it returns another plan, or the same one to go on reading, or None to go on
     with this one.

@@ -41,7 +41,7 @@ class Snapshotter:
         steady = [part._replace(tensor=part.tensor.clone()) if part.kind == BUFFER else part for part in tensors]
         if self._cuda is not None:
             return self._cuda.copying(steady, hand_over)
-        return partial(hand_over, [_shard_tensor(part, part.tensor) for part in steady])
+        return lambda: hand_over([_shard_tensor(part, part.tensor) for part in steady])
 
     def before_optimizer_step(self) -> None:
         """Let no copy read what the optimizer is about to change."""

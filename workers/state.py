@@ -69,30 +69,43 @@ def model_base(model: nn.Module) -> Base:
     return elements
 
 
+def part_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    name: str,
+    kind: str,
+    first: int,
+    count: int,
+    dtype: str,
+) -> Tensor:
+    """Elements `[first, first + count)` of one tensor of the state, as a flat view.
+
+    Without an optimizer there are only parameters and buffers.
+
+    Raises:
+        LayerCheckError: the model or the optimizer has no such tensor, or it is not of type `dtype`.
+        CorruptObjectError: the tensor has no such elements.
+    """
+    whole = _flat(name, kind, _target(model, optimizer, name, kind))
+    if dtype != dtype_name(whole):
+        raise LayerCheckError(
+            f"{name} ({kind}): expected {dtype_name(whole)}, got {dtype} from storage; "
+            "use the model.dtype that the run was started with"
+        )
+    if first < 0 or first + count > whole.numel():
+        raise CorruptObjectError(
+            f"{name} ({kind}): expected a run of its {whole.numel()} elements, got {count} from element {first}; "
+            "the stored layer belongs to another model"
+        )
+    return whole[first : first + count]
+
+
 @torch.no_grad()
 def fill(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, kind: str, first: int, values: Tensor
 ) -> None:
-    """Write `values` (1-D) in place over elements `[first, first + len(values))` of one tensor of the state.
-
-    Without an optimizer only parameters and buffers can be filled.
-
-    Raises:
-        LayerCheckError: the model or the optimizer has no such tensor, or it has another dtype.
-        CorruptObjectError: the tensor has no such elements.
-    """
-    target = _flat(name, kind, _target(model, optimizer, name, kind))
-    if values.dtype != target.dtype:
-        raise LayerCheckError(
-            f"{name} ({kind}): expected {dtype_name(target)}, got {dtype_name(values)} from storage; "
-            "use the model.dtype that the run was started with"
-        )
-    if values.ndim != 1 or first < 0 or first + values.numel() > target.numel():
-        raise CorruptObjectError(
-            f"{name} ({kind}): expected a run of its {target.numel()} elements, got shape {tuple(values.shape)} "
-            f"from element {first}; the stored layer belongs to another model"
-        )
-    part = target[first : first + values.numel()]
+    """Write `values` (1-D) in place over `part_of` the state; raises as that does."""
+    part = part_of(model, optimizer, name, kind, first, values.numel(), dtype_name(values))
     if part.is_cpu:
         np.copyto(to_numpy(part), to_numpy(values))  # torch's own copy wakes all its threads, for a piece of a few MB
     else:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from storage.codecs import Quantized, codec_named, decode
+from storage.codecs import Quantized, codec_named, decode, open_payload
 from storage.quantize import Scale
 from storage.shard_format import DTYPES, MAX_EXPANSION
 
@@ -288,8 +288,21 @@ def test_arrays_may_be_read_only_and_lie_anywhere(dtype: str) -> None:
     assert not odd.flags.aligned
     assert codec.encode(odd[:700], dtype, odd[700:]) == payload
     assert payload is not None
-    found = codec.decode(memoryview(b"x" + payload)[1:], dtype, 700, odd[700:])
-    assert found.tobytes() == codec.decode(memoryview(payload), dtype, 700, base).tobytes()
+    found = decode(memoryview(b"x" + payload)[1:], codec.name, dtype, 700, odd[700:])
+    assert found.tobytes() == decode(memoryview(payload), codec.name, dtype, 700, base).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_may_lie_where_its_values_go(dtype: str) -> None:
+    """As it does when a model is restored in place."""
+    values = of_float32(np.random.default_rng(4).standard_normal(700).astype(np.float32), dtype)
+    base = of_float32(np.random.default_rng(5).standard_normal(700).astype(np.float32), dtype)
+    payload = codec_named("delta-4x256").encode(values, dtype, base)
+    assert payload is not None
+    expected = decode(memoryview(payload), "delta-4x256", dtype, 700, base)
+    live = base.copy()
+    open_payload(memoryview(payload), "delta-4x256", dtype, 700, lambda: live)(live)
+    assert live.tobytes() == expected.tobytes()
 
 
 ENCODE_PLANES = """

@@ -172,6 +172,27 @@ def test_a_part_that_lacks_elements_is_told(store: LocalStore) -> None:
     assert same(target.state(target.layers[name]), source.state(source.layers[name]))
 
 
+def test_a_shard_that_holds_more_than_its_layer_is_told(store: LocalStore) -> None:
+    """Else it would be filled in, and the other layer might be decoded against something else than its base version."""
+    source, target = Trained(1), Trained(1, steps=0)
+    name, other, *_ = target.layers
+    source.layers[name] = replace(
+        source.layers[name], params=(*source.layers[name].params, *source.layers[other].params)
+    )
+    stored = source.store(store, source.layers[name], 2, 1)
+    base = LayerPlan(ref=BASE, manifest=None)
+    asked: list[dict[str, str]] = []
+
+    def ask(problems: dict[str, str], outage: str | None) -> RestorePlan | None:
+        asked.append(problems)
+        return plan(dict.fromkeys(target.layers, base), 1) if problems else None
+
+    before = [target.state(layer) for layer in target.layers.values()]
+    run(plan({**dict.fromkeys(target.layers, base), name: stored}, 2), store, target, ask)
+    assert f"is no part of {name}" in asked[0][name]
+    assert all(same(*pair) for pair in zip(before, map(target.state, target.layers.values()), strict=True))
+
+
 @pytest.mark.parametrize("layers_of", [find_layers, split])
 def test_delta_comes_back_close_and_lossless_bit_for_bit(
     store: LocalStore, layers_of: Callable[[Any], tuple[Layer, ...]]
