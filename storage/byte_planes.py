@@ -32,15 +32,10 @@ def open_planes(payload: memoryview, width: int, count: int, *, signed: bool) ->
         ValueError, OSError: as `storage.parts.unpack`.
     """
     planes = unpack(payload, [count] * width)
-
-    def fill(target: Array) -> None:
-        if width == 1:
-            np.copyto(target.view(np.uint8), planes[0])
-        else:
-            _, join = _kernels(width)
-            join(tuple(planes), int(signed), target.view(f"<u{width}"))
-
-    return fill
+    if width == 1:
+        return lambda target: np.copyto(target.view(np.uint8), planes[0])
+    _, join = _kernels(width)
+    return lambda target: join(tuple(planes), int(signed), target.view(f"<u{width}"))
 
 
 def _kernels(width: int) -> Any:

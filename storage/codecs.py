@@ -26,7 +26,7 @@ import xxhash
 
 from storage.byte_planes import encode_planes, open_planes
 from storage.parts import pack, unpack
-from storage.quantize import LARGEST_BLOCK, Floats, Grid, Scale, dequantize, quantize
+from storage.quantize import LARGEST_BLOCK, Floats, Grid, Scale, dequantize, loops, quantize
 from storage.shard_format import CODEC_RAW, DTYPES, MAX_EXPANSION, ShardTensor
 
 Array = npt.NDArray[np.generic]
@@ -109,9 +109,9 @@ def open_payload(payload: memoryview, codec: str, dtype: str, count: int, base: 
     Raises:
         ValueError, OSError: as `Codec.open`; or the elements would be more than `MAX_EXPANSION` times the payload.
     """
-    size = count * DTYPES[dtype].itemsize
     if codec == CODEC_RAW:
         return partial(_copy, _raw(payload, dtype, count))
+    size = count * DTYPES[dtype].itemsize
     if size > len(payload) * MAX_EXPANSION:
         raise ValueError(f"expected at most {len(payload) * MAX_EXPANSION} bytes of elements, got {size}")
     return codec_named(codec).open(payload, dtype, count, base)
@@ -188,6 +188,7 @@ class Quantized:
                 f"{self.name}: encoded against another base version than this model's; "
                 "restore the weights that the run began with"
             )
+        loops(DTYPES[dtype].itemsize)  # now, as it may take seconds or fail
         grid = self.grid
         planes, codes = unpack(payload[len(expected) :], [4 * grid.blocks(count), grid.code_bytes(count)])
 

@@ -7,6 +7,7 @@ first needed.
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -21,20 +22,22 @@ def compiled(function: Callable[..., Any], signature: Any) -> Any:
     """`function`, compiled for the argument types of `signature`."""
     try:
         return njit(signature, cache=True, nogil=True, error_model="numpy")(_on_its_own(function, signature))
-    except Exception:  # noqa: BLE001 - no folder can be written, or a kept file is torn: compiled for this process alone
+    except Exception:  # noqa: BLE001 - no folder can be written, or a kept file is torn: for this process alone
         return njit(signature, nogil=True, error_model="numpy")(function)
 
 
 def _on_its_own(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """A copy of `function` with a name of its own for each signature and processor.
+    """A copy of `function` with a name of its own for each signature, processor, and text of its module.
 
     numba keeps one index of compiled code a name. Two processes that add to it at once both take the next free file,
-    and from then on every process would get the one's code for the other's signature.
+    and from then on every process would get the one's code for the other's signature. And it writes the index first:
+    who is killed then leaves one that names what was compiled of the text before.
     """
-    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     assert isinstance(function, FunctionType)
+    text = Path(function.__code__.co_filename).read_text("utf-8")
+    made_for = f"{signature} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()} {text}"
     copy = FunctionType(function.__code__, function.__globals__)
-    copy.__qualname__ += "_" + hashlib.sha256(f"{signature} {processor}".encode()).hexdigest()[:16]
+    copy.__qualname__ += "_" + hashlib.sha256(made_for.encode()).hexdigest()[:16]
     return copy
 
 

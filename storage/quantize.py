@@ -59,7 +59,7 @@ def quantize(grid: Grid, values: Array, base: Array | None) -> tuple[Floats, Byt
     """
     words = _words(values)
     bins, codes = np.empty(grid.blocks(words.size), np.float32), np.empty(grid.code_bytes(words.size), np.uint8)
-    quantize_words, _ = _kernels(words)
+    quantize_words, _ = loops(words.itemsize)
     fits = quantize_words(words, *_base_words(base, words), *_arguments(grid), bins, codes)
     return (bins, codes) if fits else None
 
@@ -74,14 +74,15 @@ def dequantize(grid: Grid, bins: Floats, codes: Bytes, base: Array | None, value
     expected = (grid.blocks(words.size), grid.code_bytes(words.size))
     if (bins.size, codes.size) != expected:
         raise ValueError(f"expected {expected} bins and bytes of codes, got {(bins.size, codes.size)}")
-    _, dequantize_words = _kernels(words)
+    _, dequantize_words = loops(words.itemsize)
     dequantize_words(bins, codes, *_arguments(grid), *_base_words(base, words), words)
 
 
-def _kernels(words: Array) -> Any:
+def loops(width: int) -> Any:
+    """The loops for elements of `width` bytes; the first call takes the seconds of compiling them."""
     from storage.quantize_kernels import kernels  # noqa: PLC0415 - numba, see `storage.compiled`
 
-    return kernels(words.itemsize)
+    return kernels(width)
 
 
 def _arguments(grid: Grid) -> tuple[bool, int, int]:

@@ -70,7 +70,7 @@ def read_shard(store: ObjectStore, key: str, bytes: int, digest: str, base: Base
 
 @dataclass(frozen=True, eq=False)
 class StoredChunk:
-    """Elements `[first, first + count)` of one flattened tensor, verified and yet to be decoded; see `ShardTensor`."""
+    """Elements `[first, first + count)` of one flattened tensor: verified, uncompressed, and yet to be decoded."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ class StoredChunk:
 def read_chunks(
     store: ObjectStore, key: str, bytes: int, digest: str, base: Base | None = None
 ) -> tuple[ShardMeta, list[StoredChunk]]:
-    """Read and verify a whole shard, as `read_shard`, but decode nothing: that is left to who knows the place.
+    """Read and verify a whole shard, as `read_shard`, but leave it to who knows the place to decode its chunks.
 
     `base` is asked when the shard is read, and again when its chunks are decoded.
     """

@@ -1,11 +1,12 @@
-"""Restore of a composite: each object is read once per cluster, verified, decoded, broadcast and filled in place.
+"""Restore of a composite: each object is read once per cluster, verified, broadcast and filled in place.
 
-What is read waits encoded until everything is verified. Then it is decoded where it belongs: a lone rank's into the
-live tensors, else into the buffer that is broadcast, a few objects ahead. So no rank ever holds a second state.
+What is read waits, its compressed parts uncompressed, until everything is verified: with codec `delta` a fraction of
+the state. Then it is decoded where it belongs: a lone rank's into the live tensors, else into the buffer that is
+broadcast, a few objects ahead.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from storage.codecs import Base
-from storage.errors import CorruptObjectError, ObjectNotFoundError, StoreError
+from storage.errors import CorruptObjectError, LayerCheckError, ObjectNotFoundError, StoreError
 from storage.messages import RestorePlan
 from storage.object_store import ObjectStore
 from storage.records import ShardRef
@@ -128,7 +129,11 @@ def uncovered(
     optimizer: torch.optim.Optimizer,
     index: dict[str, list[Entry]],
 ) -> dict[str, str]:
-    """Layers whose shards together do not hold every element of the layer state exactly once, and nothing else."""
+    """Layers whose shards together do not hold every element of the layer state exactly once.
+
+    Raises:
+        LayerCheckError: they hold something else. All ranks raise it, before anything is filled.
+    """
     bad = {}
     for name, planned in plan.layers.items():
         if planned.manifest is None:
@@ -144,7 +149,10 @@ def uncovered(
             if end != part.first + part.tensor.numel():
                 bad[name] = f"{planned.ref.manifest_key}: the shards do not hold all of {part.name} ({part.kind})"
         for other, kind in runs:
-            bad[name] = f"{planned.ref.manifest_key}: {other} ({kind}) is no part of {name}"
+            raise LayerCheckError(
+                f"{planned.ref.manifest_key}: {other} ({kind}) is no part of {name} in this model and optimizer; "
+                "use those of the run, and the versions of transformers and torch that it was started with"
+            )
     return bad
 
 
@@ -165,14 +173,21 @@ def distribute(
     sizes = {key: max((entry.offset + entry.bytes for entry in entries), default=0) for key, entries in index.items()}
     keys = [shard.key for _, shard in shards_of(plan) if sizes[shard.key] > 0]
 
-    def packed(key: str) -> Tensor:
-        return _packed(share.chunks.pop(key), index[key], sizes[key])
-
+    own = deque(key for key in keys if assigned[key] == rank)
+    coming = deque[Future[Tensor]]()
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        own = _ahead(pool, packed, [key for key in keys if assigned[key] == rank])
+
+        def pack_next() -> None:
+            if own:
+                key = own.popleft()
+                coming.append(pool.submit(_packed, share.chunks.pop(key), index[key], sizes[key]))
+
+        for _ in range(PARALLEL_READS):
+            pack_next()
         for key in keys:
             if assigned[key] == rank:
-                buffer = next(own).to(device)
+                buffer = coming.popleft().result().to(device)
+                pack_next()
             else:
                 buffer = torch.empty(sizes[key], dtype=torch.uint8, device=device)
             dist.broadcast(buffer, src=assigned[key])
@@ -180,22 +195,12 @@ def distribute(
                 fill(model, optimizer, entry.name, entry.kind, entry.first, _values(buffer, entry))
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[str], Tensor], keys: Sequence[str]) -> Iterator[Tensor]:
-    """Results of `work` in the order of `keys`; as many as the pool has threads are made ahead."""
-    coming = deque[Future[Tensor]]()
-    for key in keys:
-        coming.append(pool.submit(work, key))
-        if len(coming) > PARALLEL_READS:
-            yield coming.popleft().result()
-    while coming:
-        yield coming.popleft().result()
-
-
 def _fill_alone(plan: RestorePlan, share: Share, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """With nobody to broadcast to, decode straight into the live tensors."""
-    # What a tensor that is split among layers has only once (`step`) comes with each part: that of the newest counts.
+    # What a tensor that is split among layers has only once (`step`) comes with each part. That of the newest counts,
+    # and chunks are filled in any order.
     newest = {
-        (chunk.name, chunk.kind, chunk.first): chunk
+        (chunk.name, chunk.kind, chunk.first, chunk.count): chunk
         for _, shard in shards_of(plan)
         for chunk in share.chunks.pop(shard.key)
     }

@@ -323,7 +323,7 @@ def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
     encode_with_loops_kept_in(Path("/proc/none"))
 
 
-def test_compiled_loops_are_kept_and_what_is_torn_is_compiled_anew(tmp_path: Path) -> None:
+def test_compiled_loops_are_kept_and_torn_ones_are_compiled_past(tmp_path: Path) -> None:
     encode_with_loops_kept_in(tmp_path)
     indices = list(tmp_path.rglob("*.nbi"))
     # Each in an index of its own: numba loses track of what two processes add to one at the same time.
