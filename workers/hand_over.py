@@ -77,9 +77,10 @@ class HandOvers:
     def failed(self) -> set[str]:
         """Layers whose shard the writer did not get, each told once."""
         failed = set()
-        for _ in range(len(self._under_way)):
-            layer, accepted = self._under_way.popleft()
-            if accepted is not None and not ray.wait([accepted], timeout=0)[0]:
+        given = [self._under_way.popleft() for _ in range(len(self._under_way))]
+        answered = _ready([accepted for _, accepted in given if accepted is not None])
+        for layer, accepted in given:
+            if accepted is not None and accepted not in answered:
                 self._under_way.append((layer, accepted))
                 continue
             self._unacknowledged -= Counter([layer])
@@ -93,3 +94,8 @@ class HandOvers:
         if failed:
             self._writer = None
         return failed
+
+
+def _ready(refs: list[ray.ObjectRef[None]]) -> set[ray.ObjectRef[None]]:
+    """Those of `refs` that are there, asked for at once."""
+    return set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()

@@ -19,7 +19,7 @@ from tests.helpers.s3_server import S3Server, moto_server
 from workers.model import build_model
 from workers.state import model_base
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # start-ups of worker groups take most of it
 
 
 @pytest.fixture(scope="module")
