@@ -13,6 +13,7 @@ from storage.errors import TrainingError
 from storage.messages import Verdict
 from storage.object_store import open_object_store
 from storage.records import BaseVersion
+from workers import collector
 from workers.checkpointer import Checkpointer, RunStoppedError, StepStats
 from workers.data import Examples
 from workers.faults import FaultInjector
@@ -90,6 +91,7 @@ class _Loop:
         if self.config.checkpoint.weight_prediction:
             self._predict()
         self._warm_up(min(self.start + 1, total))
+        collector.resume()
         for step in range(self.start + 1, total + 1):
             self.checkpointer.after_step(step, self._step(step))
         self.checkpointer.finish(total)
