@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--profile", choices=("quick", "full"), default="quick")
     parser.add_argument("--model", type=Path, help="folder of SmolLM2 (default: the quickstart's small Llama)")
     parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, if there is a --model")
-    parser.add_argument("--repeats", type=int, default=1, help="of each run of end_to_end; 25 minutes each in full")
+    parser.add_argument("--repeats", type=int, default=1, help="of each run of end_to_end; 50 minutes each in full")
     parser.add_argument("--pieces", nargs="+", choices=list(PIECES), default=list(PIECES))
     args = parser.parse_args()
     if (args.model is None) != (args.data is None):
